@@ -19,6 +19,7 @@ from triton.backends.nvidia.compiler import PTXASError
 from triton.compiler import CompilationError
 from triton.runtime.jit import JITFunction
 
+from gsa_kernels import devices
 from gsa_kernels.limits import MULTIPROCESSORS
 from gsa_kernels.miscompile_guard import wrong_sums
 
@@ -99,13 +100,16 @@ def compile_for(capability: int, launches: Callable[[], object]) -> list[Compile
             if kernel.hash not in found:
                 found[kernel.hash] = _describe(name, kernel, limit)
 
-    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=limit)
+    properties = SimpleNamespace(
+        major=capability // 10, multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=limit
+    )
     cuda: dict[str, Any] = {
         "get_device_capability": lambda device=None: divmod(capability, 10),
         "get_device_properties": lambda device=None: properties,
         "device": lambda device: nullcontext(),
         "Event": mock.MagicMock,
     }
+    devices.properties.cache_clear()  # of the architecture before
     triton.runtime.driver.set_active(Driver(capability))  # type: ignore[arg-type]
     with (
         mock.patch.multiple(torch.cuda, **cuda),

@@ -1,6 +1,7 @@
 """Decides where Triton's kernels run: on CUDA devices, or in Triton's interpreter for tests."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,17 +14,22 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+@cache
+def properties(device: torch.device) -> Any:
+    """Return torch's properties of a CUDA device. They are kept, because torch takes 10 us to look them up."""
+    return torch.cuda.get_device_properties(device)
+
+
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program can have; Hopper's outside CUDA."""
     if device.type != "cuda":
         return HOPPER_SHARED_BYTES
-    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare this property
-    return int(properties.shared_memory_per_block_optin)
+    return int(properties(device).shared_memory_per_block_optin)
 
 
 def can_chain(tensor: torch.Tensor) -> bool:
     """Return whether the device can start a kernel before the previous kernel ends (programmatic dependent launch)."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+    return tensor.is_cuda and properties(tensor.device).major >= 9
 
 
 def launching_on(tensor: torch.Tensor, name: str = "q_idx") -> AbstractContextManager[object]:

@@ -65,7 +65,7 @@ def empty(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("length", "heads", "budget", "operations", "launches"),
-    [(8192, (12, 4, 64), BudgetRule(512, 64, 1024), 8, 15), (32768, (16, 4, 128), RULE, 9, 100)],
+    [(8192, (12, 4, 64), BudgetRule(512, 64, 1024), 7, 15), (32768, (16, 4, 128), RULE, 8, 100)],
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
 def test_counts_of_a_layer(length, heads, budget, operations, launches, launched):

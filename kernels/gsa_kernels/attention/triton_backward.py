@@ -17,6 +17,7 @@ from gsa_kernels.attention.inputs import AttentionInputs, GradientInputs
 from gsa_kernels.attention.triton_backward_keys import backward_keys
 from gsa_kernels.attention.triton_backward_queries import backward_queries
 from gsa_kernels.fused.gates.rows import empty_gradient
+from gsa_kernels.limits import ceil_div
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -57,7 +58,7 @@ def backward_rows(
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     rows = 8
     # The first axis of the grid takes all programs, because the other axes are limited to 65535 programs.
-    _rows_kernel[(triton.cdiv(length, rows) * batch * heads,)](
+    _rows_kernel[(ceil_div(length, rows) * batch * heads,)](
         grad,
         out,
         gate_logits,

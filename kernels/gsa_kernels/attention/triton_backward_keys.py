@@ -19,7 +19,7 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
-from gsa_kernels.limits import GRADIENT_KEYS, count_key_parts
+from gsa_kernels.limits import GRADIENT_KEYS, ceil_div, count_key_parts
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -50,7 +50,7 @@ def backward_keys(
     query_start = num_keys - length
     group = heads // kv_heads
     tiles = key_tiles(head_size, q.dtype)
-    key_blocks = triton.cdiv(num_keys, tiles.keys)
+    key_blocks = ceil_div(num_keys, tiles.keys)
     splits = count_key_parts(batch * kv_heads * key_blocks, group, count_multiprocessors(q.device))
     if splits == 1:
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
@@ -89,7 +89,7 @@ def backward_keys(
         query_start or None,
         heads,
         kv_heads,
-        triton.cdiv(length, 32),
+        ceil_div(length, 32),
         scale,
         scale * LOG2_E.value,
         GROUP=group,
@@ -108,7 +108,7 @@ def backward_keys(
     if splits > 1:
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
         rows = 16
-        _sum_parts_kernel[(triton.cdiv(num_keys, rows), batch * kv_heads, 2)](
+        _sum_parts_kernel[(ceil_div(num_keys, rows), batch * kv_heads, 2)](
             parts,
             grad_k,
             grad_v,

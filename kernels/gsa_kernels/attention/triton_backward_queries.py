@@ -18,7 +18,7 @@ from gsa_kernels.attention.triton_tiles import (
     use_tma,
 )
 from gsa_kernels.devices import shared_memory
-from gsa_kernels.limits import HOPPER_SHARED_BYTES
+from gsa_kernels.limits import HOPPER_SHARED_BYTES, ceil_div
 from gsa_kernels.triton_constants import LOG2_E
 
 
@@ -45,7 +45,7 @@ def backward_queries(
     tiles = query_tiles(head_size, q.dtype, shared_memory(q.device))
     grad_q = torch.empty_like(q)
     tma = use_tma(tiles, k, v)
-    _queries_kernel[(batch * heads, triton.cdiv(length, tiles.queries))](
+    _queries_kernel[(batch * heads, ceil_div(length, tiles.queries))](
         q,
         tile_source(k, tiles.keys, tma),
         tile_source(v, tiles.keys, tma),
@@ -64,7 +64,7 @@ def backward_queries(
         length,
         num_keys - length or None,
         heads,
-        triton.cdiv(num_keys, 32),
+        ceil_div(num_keys, 32),
         scale,
         scale * LOG2_E.value,
         GROUP=heads // k.shape[2],

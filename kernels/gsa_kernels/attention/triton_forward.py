@@ -19,6 +19,7 @@ from gsa_kernels.attention.triton_tiles import (
     tile_source,
     use_tma,
 )
+from gsa_kernels.limits import ceil_div
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 
@@ -60,7 +61,7 @@ def attention_forward(
     # A tile holds half the queries for two heads. In one thread the two rows of a product then share their mask bits.
     paired = packed_mask is not None and heads // kv_heads % 2 == 0 and tiles.queries >= 64
     in_tile = 2 if paired else 1
-    grid = (batch * heads // in_tile, triton.cdiv(length, tiles.queries // in_tile))
+    grid = (batch * heads // in_tile, ceil_div(length, tiles.queries // in_tile))
     _forward_kernel[grid](
         q,
         tile_source(k, tiles.keys, tma),
@@ -79,7 +80,7 @@ def attention_forward(
         length,
         num_keys - length or None,
         heads,
-        triton.cdiv(num_keys, 32),
+        ceil_div(num_keys, 32),
         inputs.scale * LOG2_E.value,
         GROUP=heads // kv_heads,
         D=head_size,

@@ -83,7 +83,7 @@ def gathered_backward(
     sums = torch.zeros(batch, num_keys, kv_heads, 2 * head_size, dtype=torch.float32, device=q.device)
     shared = GradientInputs(grad_attended, q, k, v, delta, lse2)
     members = heads_per_program(group, tiles.queries)
-    splits = triton.cdiv(group, members)
+    splits = ceil_div(group, members)
     rows = scratch_bytes // (2 * head_size * q.element_size())
     # A multiprocessor has room for one program, so a range fills whole waves.
     ranges = split_tiles(lists, rows, count_multiprocessors(q.device))
@@ -123,7 +123,7 @@ def _launch(
     length, heads, head_size = q.shape[1:]
     tiles = backward_tiles(head_size, q.dtype, shared_memory(q.device))
     group = heads // k.shape[2]
-    splits = triton.cdiv(group, members)
+    splits = ceil_div(group, members)
     num_tiles = tile_rows.last - tile_rows.first
     programs = num_tiles * len(partials)
     segments = count_segments(programs, count_multiprocessors(q.device), tile_rows.num_rows // num_tiles)

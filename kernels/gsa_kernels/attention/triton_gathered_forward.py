@@ -8,7 +8,7 @@ import triton.language as tl
 from gsa_kernels.attention.inputs import AttentionInputs
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, Tiles, input_precision
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.limits import TILE_QUERIES
+from gsa_kernels.limits import TILE_QUERIES, ceil_div, next_power_of_2
 from gsa_kernels.triton_constants import LN_2, LOG2_E
 
 _MAX_ROWS = 128
@@ -30,7 +30,7 @@ def forward_tiles(head_size: int, dtype: torch.dtype) -> Tiles:
 
 def heads_per_program(group: int, rows: int) -> int:
     """Return how many query heads of one key-value head share a program, a power of two."""
-    return max(1, min(triton.next_power_of_2(group), rows // TILE_QUERIES))
+    return max(1, min(next_power_of_2(group), rows // TILE_QUERIES))
 
 
 def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +46,7 @@ def gathered_forward(inputs: AttentionInputs, lists: KeyLists) -> tuple[torch.Te
     group = heads // kv_heads
     tiles = forward_tiles(head_size, q.dtype)
     members = heads_per_program(group, tiles.queries)
-    splits = triton.cdiv(group, members)
+    splits = ceil_div(group, members)
     out = torch.empty_like(q)
     lse = torch.empty(batch, heads, length, dtype=torch.float32, device=q.device)
     tiles_per_sequence = lists.counts.shape[1]

@@ -15,7 +15,7 @@ from gsa_kernels.attention.inputs import checked_inputs
 from gsa_kernels.attention.triton_tiles import input_precision
 from gsa_kernels.checks import check_shape
 from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.limits import TILE_QUERIES
+from gsa_kernels.limits import TILE_QUERIES, ceil_div, next_power_of_2
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.triton_constants import LOG2_E
 
@@ -71,11 +71,11 @@ def head_sum_probs_lists(
     check_lists(lists, batch, length)
     shape = gathered_probs_tiles(head_size, q.dtype)
     group = heads // k.shape[2]
-    members = min(shape.members, triton.next_power_of_2(group))
+    members = min(shape.members, next_power_of_2(group))
     lse = lse.contiguous()
-    tiles = triton.cdiv(rows.count, TILE_QUERIES)
+    tiles = ceil_div(rows.count, TILE_QUERIES)
     out = torch.empty((batch, tiles * TILE_QUERIES, columns), dtype=dtype, device=q.device)
-    grid = (triton.cdiv(lists.max_count, shape.entries), tiles, batch)
+    grid = (ceil_div(lists.max_count, shape.entries), tiles, batch)
     _gathered_probs_kernel[grid](
         q,
         k,
@@ -100,7 +100,7 @@ def head_sum_probs_lists(
         QUERIES=TILE_QUERIES,
         ENTRIES=shape.entries,
         # Longer loops are not unrolled, because unrolling would hold all tiles of queries in shared memory.
-        UNROLLED=triton.cdiv(group, members) * head_size <= 256,
+        UNROLLED=ceil_div(group, members) * head_size <= 256,
         PRECISION=input_precision(q.dtype),
         num_warps=shape.warps,
         num_stages=shape.stages,

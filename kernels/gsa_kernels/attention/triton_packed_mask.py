@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.limits import ceil_div
+
 _WORDS = tl.constexpr(8)
 
 
@@ -19,9 +21,9 @@ def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> to
         int32 [B, ceil(L / 32), Lk]: bit i % 32 of [b, i // 32, s] says that query i selects s
     """
     batch, length, columns = packed_mask.shape
-    num_keys, query_blocks = query_start + length, triton.cdiv(length, 32)
+    num_keys, query_blocks = query_start + length, ceil_div(length, 32)
     turned = torch.empty(batch, query_blocks, num_keys, dtype=torch.int32, device=packed_mask.device)
-    grid = (triton.cdiv(columns, _WORDS.value), query_blocks, batch)
+    grid = (ceil_div(columns, _WORDS.value), query_blocks, batch)
     first_diagonal = (query_start + 31) // 32
     _transpose_kernel[grid](
         packed_mask, turned, *packed_mask.stride()[:2], length, num_keys, columns, first_diagonal, num_warps=4

@@ -17,6 +17,7 @@ from gsa_kernels.attention.triton_tiles import (
     use_tma,
 )
 from gsa_kernels.checks import check_at_least, check_shape
+from gsa_kernels.limits import ceil_div
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.triton_constants import LOG2_E
 from gsa_kernels.triton_rows import row_of
@@ -84,7 +85,7 @@ def head_sum_probs_rows(
     out = torch.empty(batch, rows.count, num_keys, dtype=dtype, device=q.device)
     if document_starts is not None:
         document_starts = document_starts.contiguous()
-    grid = (triton.cdiv(num_keys, tiles.keys), triton.cdiv(rows.count, tiles.queries), batch)
+    grid = (ceil_div(num_keys, tiles.keys), ceil_div(rows.count, tiles.queries), batch)
     _probs_kernel[grid](
         tile_source(q, tiles.queries, tma),
         tile_source(k, tiles.keys, tma),
@@ -99,7 +100,7 @@ def head_sum_probs_rows(
         rows.count,
         length,
         query_start or None,
-        triton.cdiv(num_keys, 32),
+        ceil_div(num_keys, 32),
         scale * LOG2_E.value,
         KV_HEADS=k.shape[2],
         GROUP=heads // k.shape[2],

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gsa_kernels.devices import interpreted
+from gsa_kernels.devices import interpreted, properties
 
 # MASKED is the logit of a masked key. It is finite, so that inf - inf never appears. The running maximum of a row
 # starts at FLOOR, which is above MASKED. Masked keys before a row's first selected key thus have probability 0.
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 def count_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors; 1 for an interpreted device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return int(properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 def float_warps(head_size: int) -> int:
@@ -59,7 +59,7 @@ def use_tma(tiles: Tiles, *tensors: torch.Tensor) -> bool:
     """Return whether the kernel loads tiles by TMA, which needs Hopper and 16-byte aligned bases and strides."""
     if not tiles.tma:
         return False
-    if not interpreted() and torch.cuda.get_device_capability(tensors[0].device)[0] < 9:
+    if not interpreted() and properties(tensors[0].device).major < 9:
         return False
     return all(
         t.data_ptr() % 16 == 0 and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])

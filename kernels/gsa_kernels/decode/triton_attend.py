@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gsa_kernels.attention.triton_tiles import FLOOR, MASKED, input_precision
 from gsa_kernels.decode.state import DecodeWorkspace, LayerCache
 from gsa_kernels.decode.triton_score import load_pages, row_offsets
+from gsa_kernels.limits import ceil_div, next_power_of_2
 from gsa_kernels.row_product.triton_counter import count_one
 from gsa_kernels.triton_constants import LOG2_E
 
@@ -61,7 +62,7 @@ def attend_to_indices(
     k_cap = selection.indices.shape[1]
     splits = workspace.splits
     most_keys = k_cap + local_window
-    tile = _tile(q, triton.cdiv(most_keys, splits * STRIP) * STRIP)
+    tile = _tile(q, ceil_div(most_keys, splits * STRIP) * STRIP)
     _attend_kernel[(splits, kv_heads, batch)](
         q,
         k,
@@ -89,8 +90,8 @@ def attend_to_indices(
         dim**-0.5 * LOG2_E.value,
         PAGE=cache.page_size,
         GROUP=group,
-        BLOCK_G=triton.next_power_of_2(group),
-        ROWS=max(triton.next_power_of_2(group), 16),
+        BLOCK_G=next_power_of_2(group),
+        ROWS=max(next_power_of_2(group), 16),
         D=dim,
         KEYS=tile.keys,
         SPLITS=splits,

@@ -6,6 +6,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.decode.entry_reference import Angles, EntryCache, EntrySizes
+from gsa_kernels.limits import next_power_of_2
 
 _WARPS = 1
 
@@ -58,8 +59,8 @@ def launch_entry(
         CHANNELS=angles.cos.shape[-1],
         HI=sizes.index_heads,
         DI=sizes.index_dim,
-        BLOCK_H=triton.next_power_of_2(max(sizes.index_heads, 1)),
-        BLOCK_D=triton.next_power_of_2(max(sizes.index_dim, 1)),
+        BLOCK_H=next_power_of_2(max(sizes.index_heads, 1)),
+        BLOCK_D=next_power_of_2(max(sizes.index_dim, 1)),
         INDEX_CHANNELS=0 if angles.index_cos is None else angles.index_cos.shape[-1],
         CHAINED=chained,
         num_warps=_WARPS,

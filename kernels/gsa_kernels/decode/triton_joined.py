@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.decode.entry_reference import AngleTable, Entered, EntryCache, EntrySizes, JoinedProduct
 from gsa_kernels.decode.triton_entry import enter_index
+from gsa_kernels.limits import ceil_div, next_power_of_2
 from gsa_kernels.row_product.triton_product import load_piece, load_rows, pieces
 
 
@@ -116,8 +117,8 @@ def launch_joined(
         D=sizes.head_dim,
         HI=sizes.index_heads,
         DI=max(sizes.index_dim, 2),
-        BLOCK_H=triton.next_power_of_2(max(sizes.index_heads, 1)),
-        BLOCK_D=triton.next_power_of_2(max(sizes.index_dim, 2)),
+        BLOCK_H=next_power_of_2(max(sizes.index_heads, 1)),
+        BLOCK_D=next_power_of_2(max(sizes.index_dim, 2)),
         CHANNELS=table.channels,
         INDEX_CHANNELS=table.index_channels,
         VALUES_FROM=values_from,
@@ -151,7 +152,7 @@ def _sections(sizes: EntrySizes, tile: int, wanted: tuple[str, ...]) -> tuple[in
         of_indexer // 2 * (INDEX in wanted),
         (heads + 1) // 2 * (INDEX in wanted),
     ):
-        ends.append(ends[-1] + triton.cdiv(pairs, tile))
+        ends.append(ends[-1] + ceil_div(pairs, tile))
     return ends[1], ends[2], ends[3], ends[4], ends[5]
 
 

@@ -15,6 +15,7 @@ from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SAMPLE, DecodeWorkspace, LayerCache
 from gsa_kernels.decode.triton_select import bin_slot, score_bin
 from gsa_kernels.indexer.triton_scores import fast_tanh
+from gsa_kernels.limits import ceil_div, next_power_of_2
 from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
 
@@ -46,8 +47,8 @@ def score_keys(
     batch, heads, dim = queries.shape
     table = cache.block_table
     bf16 = queries.dtype == torch.bfloat16
-    block_d = triton.next_power_of_2(dim)
-    _score_kernel[(triton.cdiv(cache.max_length, CHUNK), batch)](
+    block_d = next_power_of_2(dim)
+    _score_kernel[(ceil_div(cache.max_length, CHUNK), batch)](
         queries,
         keys,
         weight_logits,
@@ -72,7 +73,7 @@ def score_keys(
         PAGE=cache.page_size,
         HI=heads,
         DI=dim,
-        BLOCK_H=max(_LEAST_HEADS, triton.next_power_of_2(heads)),
+        BLOCK_H=max(_LEAST_HEADS, next_power_of_2(heads)),
         BLOCK_D=block_d,
         CHUNK=CHUNK,
         SAMPLE=SAMPLE,

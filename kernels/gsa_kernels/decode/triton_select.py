@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gsa_kernels.decode.state import BINS, BINS_PER_OCTAVE, CHUNK, SPAN, DecodeWorkspace, LayerCache
+from gsa_kernels.limits import ceil_div, next_power_of_2
 from gsa_kernels.selection.triton_search import INT_MAX, INT_MIN, above_cut, order_key, row_budget
 from gsa_kernels.types import BudgetRule
 
@@ -33,7 +34,7 @@ faster."""
 
 
 def _span(batch: int, max_length: int) -> int:
-    return SPAN // 2 if batch * triton.cdiv(max_length, SPAN) <= _FEW_PROGRAMS else SPAN
+    return SPAN // 2 if batch * ceil_div(max_length, SPAN) <= _FEW_PROGRAMS else SPAN
 
 
 def select_indices(
@@ -56,7 +57,7 @@ def select_indices(
     columns = workspace.scores.shape[1]
     max_length = cache.max_length
     span = _span(lengths.shape[0], max_length)
-    grid = (triton.cdiv(max_length, span), lengths.shape[0])
+    grid = (ceil_div(max_length, span), lengths.shape[0])
     options = {"num_warps": _WARPS, **({"launch_pdl": True} if chained else {})}
     _find_bin_kernel[grid](
         workspace.scores,
@@ -75,7 +76,7 @@ def select_indices(
         *rule.numbers,
         MODE=rule.adaptive_k,
         CHUNK=CHUNK,
-        CHUNKS=triton.next_power_of_2(triton.cdiv(max_length, CHUNK)),
+        CHUNKS=next_power_of_2(ceil_div(max_length, CHUNK)),
         SPAN=span,
         BINS=BINS,
         BINS_PER_OCTAVE=BINS_PER_OCTAVE,
@@ -99,7 +100,7 @@ def select_indices(
         selection.indices.shape[1],
         max_length,
         SPAN=span,
-        SPANS=triton.next_power_of_2(triton.cdiv(max_length, span)),
+        SPANS=next_power_of_2(ceil_div(max_length, span)),
         BINS=BINS,
         SIGNED=signed,
         CHAINED=chained,

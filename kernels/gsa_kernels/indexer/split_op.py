@@ -15,6 +15,7 @@ from gsa_kernels.checks import (
     check_shape,
 )
 from gsa_kernels.devices import launching_on
+from gsa_kernels.limits import ceil_div, next_power_of_2
 
 ELEMENTS, WARPS = 4096, 4
 """Elements of the queries that a program takes at a time, 32 per thread, and warps of a program."""
@@ -146,12 +147,12 @@ class _SplitProjection(torch.autograd.Function):
             length,
             batch,
             **constants,
-            BLOCK_REST=triton.next_power_of_2(ctx.columns - used),
+            BLOCK_REST=next_power_of_2(ctx.columns - used),
         )
         if partial_sums is None:
             return (grad_together, *(None,) * 8)
         grad_norms = queries.new_empty(2, dim)
-        _sum_parts_kernel[(triton.cdiv(2 * dim, COLUMNS),)](
+        _sum_parts_kernel[(ceil_div(2 * dim, COLUMNS),)](
             partial_sums, grad_norms, parts, 2 * dim, PARTS=PARTS, COLUMNS=COLUMNS, num_warps=WARPS
         )
         return grad_together, None, None, None, grad_norms[0], grad_norms[1], None, None, None
@@ -159,7 +160,7 @@ class _SplitProjection(torch.autograd.Function):
 
 def _grid_and_constants(queries: torch.Tensor, columns: int) -> tuple[tuple[int, int], dict[str, int]]:
     batch, length, heads, dim = queries.shape
-    block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(triton.cdiv(dim, 2))
+    block_heads, block_half = next_power_of_2(heads), next_power_of_2(ceil_div(dim, 2))
     rows = min(max(ELEMENTS // (block_heads * 2 * block_half), 1), MOST_ROWS)
     constants = {
         "HEADS": heads,
@@ -170,7 +171,7 @@ def _grid_and_constants(queries: torch.Tensor, columns: int) -> tuple[tuple[int,
         "ROWS": rows,
         "num_warps": WARPS,
     }
-    return (triton.cdiv(length, rows), batch), constants
+    return (ceil_div(length, rows), batch), constants
 
 
 # --- kernels: tensors have the axes token, head, half of a head's elements -----------------------------------

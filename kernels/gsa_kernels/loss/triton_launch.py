@@ -7,14 +7,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from gsa_kernels.attention.triton_tiles import count_multiprocessors
 from gsa_kernels.checks import kernels_use_sigmoid
 from gsa_kernels.key_lists.format import KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import add_partials_by_key, equal_tiles, find_key_hits
-from gsa_kernels.limits import GRADIENT_KEYS, TILE_QUERIES, count_key_parts
+from gsa_kernels.limits import GRADIENT_KEYS, TILE_QUERIES, ceil_div, count_key_parts, next_power_of_2
 from gsa_kernels.loss import triton_scores as kinds
 from gsa_kernels.loss.triton_grad import score_pass_kernel
 from gsa_kernels.loss.triton_grad_products import grad_keys_kernel, grad_queries_kernel, totals_kernel
@@ -81,7 +80,7 @@ class Inputs:
 def list_columns(lists: KeyLists) -> int:
     """Return the number of columns of a target over key lists. It is a multiple of COLUMNS, so that rows are aligned in
     memory."""
-    return triton.cdiv(lists.max_count, COLUMNS) * COLUMNS
+    return ceil_div(lists.max_count, COLUMNS) * COLUMNS
 
 
 COLUMNS = 64
@@ -131,7 +130,7 @@ def new_outputs(
     batch, rows, heads, _ = q_idx.shape
     device, fp32 = q_idx.device, torch.float32
     shapes: list[tuple[Sequence[int], torch.dtype]] = [
-        ((1 + 3 * heads if with_gradients else 1, batch, triton.cdiv(rows, SUMMED_ROWS)), fp32)
+        ((1 + 3 * heads if with_gradients else 1, batch, ceil_div(rows, SUMMED_ROWS)), fp32)
     ]
     if with_gradients:
         shapes += [(q_idx.shape, q_idx.dtype), (logits.shape, logits.dtype)]
@@ -144,7 +143,7 @@ def new_outputs(
     if with_gradients and inputs.key_lists is not None:
         dk = torch.zeros(1, *k_idx.shape[:2], padded_size(k_idx), dtype=fp32, device=device)
     elif with_gradients:
-        programs = batch * triton.cdiv(k_idx.shape[1], blocks.grad_keys)
+        programs = batch * ceil_div(k_idx.shape[1], blocks.grad_keys)
         parts = count_key_parts(programs, heads, count_multiprocessors(device))
         dk = (torch.empty if one_chunk else torch.zeros)(parts, *k_idx.shape, dtype=fp32, device=device)
     if sampled:
@@ -159,7 +158,7 @@ def zeros_together(
 ) -> list[torch.Tensor]:
     """Allocate tensors of zeros in one buffer, which takes one launch."""
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in shapes]
-    aligned = [triton.cdiv(size, ALIGNMENT) * ALIGNMENT for size in sizes]
+    aligned = [ceil_div(size, ALIGNMENT) * ALIGNMENT for size in sizes]
     parts = torch.zeros(sum(aligned), dtype=torch.uint8, device=device).split(aligned)
     return [
         part[:size].view(dtype).view(*shape)
@@ -193,7 +192,7 @@ def choose_blocks(inputs: Inputs) -> Blocks:
 
 
 def padded_size(k_idx: torch.Tensor) -> int:
-    return max(16, int(triton.next_power_of_2(k_idx.shape[-1])))
+    return max(16, int(next_power_of_2(k_idx.shape[-1])))
 
 
 def scratch(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -225,17 +224,17 @@ def chunk_launches(
     assert chunk.every == 1 or chunk.stretch % blocks.rows == 0 or blocks.rows % chunk.stretch == 0, "rows_of"
     assert blocks.score_keys % blocks.grad_keys == 0, "whole tiles of G are written"
     batch, _, heads, _ = inputs.q_idx.shape
-    tiles = triton.cdiv(chunk.count, blocks.rows)
+    tiles = ceil_div(chunk.count, blocks.rows)
     lists, num_keys = None, inputs.query_start + chunk.row(chunk.count - 1) + 1  # with a causal row
     if inputs.key_lists is not None:
         assert blocks.rows == TILE_QUERIES, "a tile of rows has one list"
         lists, num_keys = lists_of_chunk(inputs.key_lists, chunk), inputs.columns
-    segments = triton.cdiv(num_keys, blocks.segment)
+    segments = ceil_div(num_keys, blocks.segment)
     grid, fp32 = (segments, tiles, batch), torch.float32
     allocate = partial(scratch, device=inputs.q_idx.device)
     sums_given = inputs.log_sum is not None and inputs.target_sum is not None
     with_gradients, padded = outputs.dq is not None, tiles * blocks.rows
-    stride = triton.cdiv(num_keys, blocks.score_keys) * blocks.score_keys
+    stride = ceil_div(num_keys, blocks.score_keys) * blocks.score_keys
     arguments = _arguments(inputs, outputs, target, chunk, blocks) | {
         "list_keys": None if lists is None else lists.keys,
         "list_words": None if lists is None else lists.words,
@@ -262,12 +261,12 @@ def chunk_launches(
     launches["queries"] = _launch(grad_queries_kernel, row_grid, arguments, **blocks.grad)
     if outputs.dk is not None and lists is None:
         parts, written_keys = outputs.dk.shape[0], num_keys if outputs.adds_keys else inputs.k_idx.shape[1]
-        key_grid = (parts, triton.cdiv(written_keys, blocks.grad_keys), batch)
+        key_grid = (parts, ceil_div(written_keys, blocks.grad_keys), batch)
         launches["keys"] = _launch(grad_keys_kernel, key_grid, arguments, HEADS=heads // parts, **blocks.grad)
     elif outputs.dk is not None and lists is not None:
         dk, of_lists = outputs.dk[0], lists
         partials = allocate(batch * tiles * num_keys, dk.shape[-1], dtype=fp32)
-        key_grid = (1, triton.cdiv(num_keys, blocks.grad_keys), batch * tiles)
+        key_grid = (1, ceil_div(num_keys, blocks.grad_keys), batch * tiles)
         arguments |= {"dk": partials, "ADDS": False}
         launches["keys"] = _launch(grad_keys_kernel, key_grid, arguments, HEADS=heads, **blocks.grad)
 
@@ -281,7 +280,7 @@ def chunk_launches(
 
 def lists_of_chunk(lists: KeyLists, chunk: SampledRows) -> KeyLists:
     """Return the lists of the chunk's tiles only, [B, tiles]."""
-    first, tiles = chunk.start // TILE_QUERIES, triton.cdiv(chunk.count, TILE_QUERIES)
+    first, tiles = chunk.start // TILE_QUERIES, ceil_div(chunk.count, TILE_QUERIES)
     if tiles == lists.counts.shape[1]:
         return lists
     index = slice(first, first + (tiles - 1) * chunk.every + 1, chunk.every)
@@ -370,7 +369,7 @@ def totals(inputs: Inputs, outputs: Outputs) -> Totals:
         inputs.q_idx.new_empty(heads, dtype=torch.float64) if with_gradients else None,
         *(torch.empty_like(bias) if with_gradients and bias is not None else None for bias in biases),
     )
-    block = min(triton.next_power_of_2(size), 2048)
+    block = min(next_power_of_2(size), 2048)
     totals_kernel[(rows,)](outputs.partial_sums, *result, size, HI=heads, BLOCK=block, num_warps=4)
     return result
 

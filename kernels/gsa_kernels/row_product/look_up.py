@@ -7,6 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.devices import can_chain, launching_on
+from gsa_kernels.limits import ceil_div
 
 _COLUMNS = 1024
 """Columns per program: each thread loads 16 bytes of bf16."""
@@ -29,7 +30,7 @@ def look_up(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     columns = weight.shape[1]
     out = weight.new_empty(len(tokens), columns)
     with launching_on(weight, "weight"):
-        grid = (len(tokens), triton.cdiv(columns, _COLUMNS))
+        grid = (len(tokens), ceil_div(columns, _COLUMNS))
         _look_up_kernel[grid](
             tokens, weight, out, COLUMNS=columns, BLOCK=_COLUMNS, CHAINED=can_chain(weight), num_warps=4
         )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gsa_kernels.limits import ROW_PRODUCT_ROWS
+from gsa_kernels.limits import ROW_PRODUCT_ROWS, ceil_div, next_power_of_2
 from gsa_kernels.row_product.reference import Norm
 from gsa_kernels.row_product.tiling import Tiling
 from gsa_kernels.row_product.triton_counter import await_count
@@ -58,7 +58,7 @@ def multiply(
     rows = out.shape[1]
     tiling, awaited, advances = launch
     assert tiling is not None
-    tiles = triton.cdiv(rows, tiling.rows)
+    tiles = ceil_div(rows, tiling.rows)
     norm_weight, eps = (None, 0.0) if norm is None else norm
     operands = (x, x_gate, weight, norm_weight, *added, out)
     shared = {
@@ -82,7 +82,7 @@ def multiply(
         batch,
         eps,
         BATCH=ROW_PRODUCT_ROWS[-1],
-        CHUNK=min(tiling.chunk, max(triton.next_power_of_2(columns), _LEAST_COLUMNS)),
+        CHUNK=min(tiling.chunk, max(next_power_of_2(columns), _LEAST_COLUMNS)),
         STAGES=tiling.stages,
         PRECISION="tf32" if x.dtype == torch.bfloat16 else "ieee",
         **shared,
@@ -91,11 +91,11 @@ def multiply(
 
 def pieces(columns: int) -> tuple[int, int]:
     """Return two powers of two, the second possibly 0, whose sum is at least `columns` and not much more."""
-    whole = triton.next_power_of_2(columns)
+    whole = next_power_of_2(columns)
     if whole == columns or whole <= _LEAST_COLUMNS:
         return max(whole, _LEAST_COLUMNS), 0
     first = whole // 2
-    second = max(triton.next_power_of_2(columns - first), _LEAST_COLUMNS)
+    second = max(next_power_of_2(columns - first), _LEAST_COLUMNS)
     return (whole, 0) if first + second >= whole else (first, second)
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.devices import launching_on
+from gsa_kernels.limits import ceil_div
 
 # Each thread makes two loads of 16 bytes from an fp32 tensor. An H200 runs MAX_PROGRAMS at once (not measured).
 ELEMENTS, WARPS, MAX_PROGRAMS = 2048, 8, 1056
@@ -32,7 +33,7 @@ def squared_updates(
                 raise ValueError(
                     f"{name} has {tuple(tensor.shape)} for a weight {tuple(weight.shape)}, or has gaps"
                 )
-    programs = [min(triton.cdiv(weight.numel(), ELEMENTS), MAX_PROGRAMS) for weight in weights]
+    programs = [min(ceil_div(weight.numel(), ELEMENTS), MAX_PROGRAMS) for weight in weights]
     partials = torch.empty(sum(programs), dtype=torch.float32, device=rate.device)
     parts = partials.split(programs)
     with launching_on(rate, "rate"):

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.limits import ceil_div, next_power_of_2
 from gsa_kernels.triton_constants import LOG2_E
 
 # Columns per step and warps, measured on an H200 with [16384, 128256] in bf16.
@@ -33,7 +34,7 @@ def row_statistics(
             logits.stride(0),
             first_column,
             columns,
-            BLOCK=min(STATISTICS_COLUMNS, triton.next_power_of_2(columns)),
+            BLOCK=min(STATISTICS_COLUMNS, next_power_of_2(columns)),
             num_warps=STATISTICS_WARPS,
         )
     return maximum, total, target_logit
@@ -60,8 +61,8 @@ def write_gradient(
     """
     rows, columns = logits.shape
     if rows:
-        block = min(GRADIENT_COLUMNS, triton.next_power_of_2(columns))
-        _vocabulary_gradient_kernel[(rows, triton.cdiv(columns, block))](
+        block = min(GRADIENT_COLUMNS, next_power_of_2(columns))
+        _vocabulary_gradient_kernel[(rows, ceil_div(columns, block))](
             logits,
             targets,
             maximum,

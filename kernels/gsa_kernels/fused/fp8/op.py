@@ -9,7 +9,7 @@ import triton.language as tl
 from gsa_kernels.checks import check_kernel_dtype
 from gsa_kernels.devices import interpreted, launching_on
 from gsa_kernels.fused.fp8.reference import E4M3, E5M2, SMALLEST, Quantized
-from gsa_kernels.limits import FP8_MULTIPLE
+from gsa_kernels.limits import FP8_MULTIPLE, ceil_div
 
 PARTS, BLOCK, MAGNITUDE_WARPS = 512, 8192, 8
 """Programs per matrix, a power of 2; and elements that a program takes at a time: four loads of 16 bytes per thread."""
@@ -60,7 +60,7 @@ def fused_quantize(
         rows = torch.empty(count, width, dtype=dtype, device=x.device)
         columns = torch.empty(width, count, dtype=dtype, device=x.device) if turn else None
         found.append(Quantized(rows, columns, torch.empty((), dtype=torch.float32, device=x.device)))
-        tiles.append(triton.cdiv(count, ROWS) * triton.cdiv(width, COLUMNS))
+        tiles.append(ceil_div(count, ROWS) * ceil_div(width, COLUMNS))
     of_x, of_w = (*found[0], *x.shape), (*found[-1], *w.shape)
     word = None if interpreted() else WORD.format(FORMATS[dtype])
     formats = {"LIMIT": torch.finfo(dtype).max, "SMALLEST": SMALLEST, "WORD": word}

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
+from gsa_kernels.limits import ceil_div
 
 BLOCK, WARPS = 4096, 8
 """Elements and warps of a program: each thread loads 32 bytes at a time in bf16."""
@@ -38,7 +39,7 @@ class _SigmoidGate(torch.autograd.Function):
         ctx.save_for_backward(x, logits)
         out = torch.empty_like(x)
         if x.numel():
-            _gate_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+            _gate_kernel[(ceil_div(x.numel(), BLOCK),)](
                 x, logits, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS
             )
         return out
@@ -49,7 +50,7 @@ class _SigmoidGate(torch.autograd.Function):
         x, logits = ctx.saved_tensors
         grad_x, grad_logits = torch.empty_like(x), torch.empty_like(logits)
         if x.numel():
-            _gate_backward_kernel[(triton.cdiv(x.numel(), BLOCK),)](
+            _gate_backward_kernel[(ceil_div(x.numel(), BLOCK),)](
                 x, logits, grad.contiguous(), grad_x, grad_logits, x.numel(), BLOCK=BLOCK, num_warps=WARPS
             )
         return grad_x, grad_logits

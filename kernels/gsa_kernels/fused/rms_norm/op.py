@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
+from gsa_kernels.limits import ceil_div, next_power_of_2
 
 TILE, PER_THREAD = 2048, 8
 """Elements of a tile, if a row is not longer, and elements of a thread: 16 bytes in bf16."""
@@ -52,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
         inverse_rms = torch.empty(rows, dtype=torch.float32, device=x.device)
         if rows:
             tile = _tile(columns)
-            grid = (triton.cdiv(rows, tile["ROWS"]),)
+            grid = (ceil_div(rows, tile["ROWS"]),)
             _rms_norm_kernel[grid](x, weight, out, inverse_rms, rows, columns, eps, **tile)
         ctx.save_for_backward(x, weight, inverse_rms)
         ctx.accumulates = accumulates
@@ -64,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse_rms = ctx.saved_tensors
         grad_x, columns, tile = torch.empty_like(x), x.shape[-1], _tile(x.shape[-1])
         rows = len(inverse_rms)
-        programs = min(PROGRAMS, triton.cdiv(rows, tile["ROWS"]))
+        programs = min(PROGRAMS, ceil_div(rows, tile["ROWS"]))
         sums = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
         if rows:
             _rms_norm_backward_kernel[(programs,)](
@@ -72,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
             )
         grad_weight = torch.empty_like(weight)
         adds_to = weight.main_grad if ctx.accumulates else grad_weight
-        _rms_norm_sums_kernel[(triton.cdiv(columns, COLUMNS),)](
+        _rms_norm_sums_kernel[(ceil_div(columns, COLUMNS),)](
             sums, adds_to, programs, columns, ADDS=ctx.accumulates, COLUMNS=COLUMNS, PARTS=64, num_warps=4
         )
         if ctx.accumulates:
@@ -81,7 +82,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _tile(columns: int) -> dict[str, int]:
-    block = max(triton.next_power_of_2(columns), 16)
+    block = max(next_power_of_2(columns), 16)
     rows = max(TILE // block, 1)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(max(rows * block // (32 * PER_THREAD), 1), 16)}
 

@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-import triton
 
 from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_layout, check_shape
 from gsa_kernels.fused.gates.rows import take_projection
 from gsa_kernels.fused.split_rotate_gate.triton_heads import heads_backward_kernel, heads_kernel
-from gsa_kernels.limits import HEAD_SIZES
+from gsa_kernels.limits import HEAD_SIZES, ceil_div
 
 # Tokens per program and warps, measured on an H200 with 4 x 4096 tokens, 16 / 4 heads of 128, in bf16.
 ROWS, WARPS = 16, 4
@@ -150,7 +149,7 @@ class _SplitRotateGate(torch.autograd.Function):
 
 def _grid(shape: tuple[int, int, int, int, int]) -> tuple[int, int]:
     length, batch, kv_heads, _, _ = shape
-    return triton.cdiv(length * batch, ROWS), kv_heads
+    return ceil_div(length * batch, ROWS), kv_heads
 
 
 def _constants(ctx: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from gsa_kernels.checks import check_kernel_dtype, check_shape
 from gsa_kernels.devices import launching_on
+from gsa_kernels.limits import ceil_div, next_power_of_2
 
 BLOCK, WARPS = 16384, 16
 """Elements that the only program of `add_total` takes at a time, 32 per thread."""
@@ -47,10 +48,10 @@ def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
         raise ValueError(f"sums is {sums.dtype} with strides {sums.stride()}; pass fp32, contiguous")
     if count == 0:
         return
-    across = triton.cdiv(columns, COLUMNS)
+    across = ceil_div(columns, COLUMNS)
     wanted = min(max(PROGRAMS // across, 1), MOST_PARTS)
-    height = triton.cdiv(count, wanted * ROWS) * ROWS  # rows per program
-    parts = triton.cdiv(count, height)
+    height = ceil_div(count, wanted * ROWS) * ROWS  # rows per program
+    parts = ceil_div(count, height)
     partial_sums = torch.empty(parts, columns, dtype=torch.float32, device=rows.device)
     with launching_on(rows, "rows"):
         _column_sums_kernel[(across, parts)](
@@ -63,8 +64,8 @@ def add_column_sums(rows: torch.Tensor, sums: torch.Tensor) -> None:
             COLUMNS=COLUMNS,
             num_warps=COLUMN_WARPS,
         )
-        block = triton.next_power_of_2(parts)
-        _add_parts_kernel[(triton.cdiv(columns, 32),)](
+        block = next_power_of_2(parts)
+        _add_parts_kernel[(ceil_div(columns, 32),)](
             partial_sums, sums, parts, columns, PARTS=block, COLUMNS=32, num_warps=4
         )
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype
 from gsa_kernels.fused.fp8.reference import attached
+from gsa_kernels.limits import ceil_div
 
 # Measured on an H200 with [16384, 2 * 5504] in bf16.
 ROWS, COLUMNS, WARPS = 4, 512, 4
@@ -60,7 +61,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def _grid(rows: int, columns: int) -> tuple[int]:
     """Put all programs on the first axis of the grid, because the other axes are limited to 65535 programs."""
-    return (triton.cdiv(columns, COLUMNS) * triton.cdiv(rows, ROWS),)
+    return (ceil_div(columns, COLUMNS) * ceil_div(rows, ROWS),)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from gsa_kernels.checks import check_differentiated_once, check_kernel_dtype, check_shape
+from gsa_kernels.limits import ceil_div
 
 # These are not tuned yet. Rows of experts have some hundred columns, so few lanes of the last block are idle.
 ROWS, COLUMNS, WARPS = 8, 256, 4
@@ -41,7 +42,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         rows, columns = x.shape[0], x.shape[1] // 2
         out = x.new_empty(rows, columns)
         if out.numel():
-            _forward_kernel[(triton.cdiv(rows, ROWS),)](
+            _forward_kernel[(ceil_div(rows, ROWS),)](
                 x, weights, out, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
             )
         return out
@@ -53,7 +54,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         grad_x, grad_weights = torch.empty_like(x), torch.zeros_like(weights)
         rows, columns = grad.shape
         if grad.numel():
-            _backward_kernel[(triton.cdiv(rows, ROWS),)](
+            _backward_kernel[(ceil_div(rows, ROWS),)](
                 x,
                 weights,
                 grad.contiguous(),
