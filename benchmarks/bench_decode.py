@@ -296,7 +296,7 @@ def measure_pages(report: harness.Report, batch: int, length: int, sizes: list[i
         if not torch.equal(gsa.step(each[0]), wanted):
             report.fail(f"batch {batch}, {name}: the output differs from the contiguous cache's")
     graphs = {name: harness.capture(partial(decode_all, gsa.step, each)) for name, each in layers.items()}
-    us = {name: timing.ms * 1e3 / count for name, timing in harness.measure(graphs, flush_l2=False).items()}
+    us = {name: ms * 1e3 / count for name, ms in harness.measure(graphs, flush_l2=False).items()}
     for name in graphs:
         ratio = us[name] / us["contiguous"]
         report.row(batch=batch, length=length, layers=count, cache=name, us=us[name], ratio=ratio)
@@ -313,8 +313,7 @@ def measure(report: harness.Report, batch: int, length: int, bytes_per_us: float
 
     decoders = {"GSA token": gsa.step, "GSA attention": gsa.attend, **dense}
     graphs = {name: harness.capture(partial(decode_all, each, layers)) for name, each in decoders.items()}
-    times = harness.measure(graphs, flush_l2=False)
-    us = {name: timing.ms * 1e3 / count for name, timing in times.items()}
+    us = {name: ms * 1e3 / count for name, ms in harness.measure(graphs, flush_l2=False).items()}
 
     token_bytes = 4 * KV_HEADS * HEAD_SIZE
     attended, indexed = batch * SELECTED * token_bytes, batch * length * 2 * INDEXER_SIZE

@@ -177,7 +177,7 @@ def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple
                 continue
             runs[Sdpa(backend, masked)] = harness.capture(run)
     times = harness.measure({str(each): run for each, run in runs.items()}, budget_ms=20, compiled=True)
-    us = {name: timing.ms * 1e3 for name, timing in times.items()}
+    us = {name: ms * 1e3 for name, ms in times.items()}
     fastest, cudnn = min(runs, key=lambda each: us[str(each)]), str(Sdpa(SDPBackend.CUDNN_ATTENTION, False))
     if us.get(cudnn, math.inf) <= CUDNN_WITHIN * us[str(fastest)]:
         fastest = Sdpa(SDPBackend.CUDNN_ATTENTION, False)
@@ -259,7 +259,7 @@ def measure(
         return
     fit_together = fitting_layers(partial(needed, True), layers) == layers
     groups = [list(names)] if fit_together else [[name] for name in names]
-    times: dict[str, harness.Timing] = {}
+    times: dict[str, float] = {}
     facts: dict[str, dict[str, Any]] = {}
     for group in groups:
         decoders: dict[str, FusedDecoder] = {}
@@ -290,8 +290,8 @@ def measure(
         torch.cuda.empty_cache()
     scale = all_layers / layers
     head_bytes = 2 * shapes["model"]["vocab_size"] * shapes["model"]["hidden_size"]
-    head_ms = {name: times[f"{name} head"].ms for name in names}
-    per_token = {name: head_ms[name] + (times[name].ms - head_ms[name]) * scale for name in names}
+    head_ms = {name: times[f"{name} head"] for name in names}
+    per_token = {name: head_ms[name] + (times[name] - head_ms[name]) * scale for name in names}
     for name in names:
         bound_ms = (head_bytes + (facts[name]["bytes"] - head_bytes) * scale) / arguments.bytes_per_ms
         report.row(
@@ -338,7 +338,7 @@ def measure_prefill(report: harness.Report, length: int, arguments: argparse.Nam
         # All moving averages are 0, as in a new model, so every budget is k_base.
         run = partial(decoder.prefill, tokens, mask)
         harness.require_finite(f"prefill of {name}", [run().float()])
-        ms = harness.measure({name: run}, budget_ms=1, min_runs=2, rounds=1, compiled=True)[name].ms
+        ms = harness.measure({name: run}, budget_ms=1, min_runs=2, rounds=1, compiled=True)[name]
         more, logits = harness.peak_bytes(run)
         peak = (torch.cuda.memory_allocated() + more) / 2**30  # weights, cache, and the memory of the pass
         rate = length * 1e3 / ms

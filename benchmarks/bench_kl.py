@@ -18,7 +18,6 @@ from itertools import product
 import cases
 import harness
 import torch
-from cases import IndexerInputs
 
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.loss.triton_launch import (
@@ -31,6 +30,7 @@ from gsa_kernels.loss.triton_launch import (
 from gsa_kernels.packed_mask import unpack_mask
 from gsa_kernels.reference import indexer_kl, indexer_scores, renormalise_target
 from gsa_kernels.sampling import SampledRows
+from gsa_kernels.types import Indexer
 
 NAMES = ("q_idx", "k_idx", "weight_logits", "score_bias", "weight_bias", "inverse_temperature")
 CHECKED_LENGTH = 1024
@@ -40,7 +40,7 @@ TIGHTER = {"value": 1e-4, "inverse_temperature": 1e-3}
 
 @dataclass(frozen=True)
 class Case:
-    indexer: IndexerInputs
+    indexer: Indexer
     beta: torch.Tensor
     """The inverse temperature."""
     packed_mask: torch.Tensor | None
@@ -53,10 +53,10 @@ class Case:
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
         """Return what has gradients, in the order of `Inputs`."""
-        return dict(zip(NAMES, [*self.indexer.leaves, self.beta], strict=True))
+        return dict(zip(NAMES, [*cases.leaves_of(self.indexer), self.beta], strict=True))
 
     def loss(self) -> torch.Tensor:
-        indexer = replace(self.indexer.of_kernels, inverse_temperature=self.beta)
+        indexer = replace(self.indexer, inverse_temperature=self.beta)
         target = Target(lambda rows: self.target[:, rows.start : rows.start + rows.count])
         return triton_indexer_loss(indexer, target, Attended(self.packed_mask))[0]
 
@@ -64,9 +64,9 @@ class Case:
 def make_case(length: int, attended: str, heads: int) -> Case:
     torch.manual_seed(0)
     beta = torch.tensor(2.0, device=cases.DEVICE, requires_grad=True)
-    mask = cases.random_packed_mask(1, length, cases.K_BASE) if attended == "sparse" else None
+    mask = cases.random_packed_mask(length, cases.K_BASE) if attended == "sparse" else None
     labels: dict[str, harness.Cell] = {"length": length, "heads": heads, "attended": attended}
-    return Case(cases.indexer_inputs(1, length, heads=heads), beta, mask, make_target(length), labels)
+    return Case(cases.random_indexer(length, heads=heads), beta, mask, make_target(length), labels)
 
 
 def make_target(length: int) -> torch.Tensor:
@@ -140,7 +140,7 @@ def measure(report: harness.Report, case: Case) -> None:
     times = harness.measure(candidates)
     report.row(
         **case.labels,
-        **{f"{name}_ms": timed.ms for name, timed in times.items()},
+        **{f"{name}_ms": ms for name, ms in times.items()},
         last_chunk_rows=chunk,
     )
 

@@ -22,34 +22,29 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import cases
 import harness
 import torch
-from cases import AttentionInputs, IndexerInputs, Shape
-from lists_for_bench import random_lists
+from cases import AttentionInputs, Shape
 
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
 from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.limits import TILE_QUERIES
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.loss.triton_launch import list_columns
+from gsa_kernels.packed_mask import int32_words
 from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.lists_op import select_key_lists
-from gsa_kernels.types import BudgetRule, Geometry, Selection
+from gsa_kernels.types import BudgetRule, Geometry, Indexer, Selection
 
 CHECKED_LENGTH = 512
 TOLERANCE = 1e-2
-RECOMMENDED: dict[str, Any] = {
-    "budget": (1024, 1024, 1024),
-    "window": 64,
-    "activation": "relu",
-    "adaptive_k": "off",
-}
-HEADS = 8
-"""Indexer heads of the recommended configs."""
+RECOMMENDED, WINDOW, HEADS = BudgetRule(1024, 1024, 1024, "off"), 64, 8
+"""Budget, local window and indexer heads of the recommended configs."""
 REUSE = 4
 LIKENESS, RECOMMENDED_LIKENESS = 0.9, 0.96
 """Similarity of neighbouring queries' indexer inputs. LIKENESS gives a union ratio near 4 at 128K tokens and k = 2048.
@@ -68,56 +63,98 @@ LONGEST_IN_FULL = 131072
 
 
 @dataclass(frozen=True)
-class Indexer:
-    """Holds the selections of one layer."""
+class Selector:
+    """Makes the selections of one layer."""
 
-    inputs: IndexerInputs
+    indexer: Indexer
     ema: torch.Tensor
-    budget: tuple[int, int, int]
-    """k_base, k_min and k_max"""
+    rule: BudgetRule
     window: int = 0
     """Number of latest keys that each query always selects."""
-    activation: Literal["sigmoid", "relu"] = "sigmoid"
-    adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
 
     def select(self) -> Selection:
-        indexer = replace(self.inputs.of_kernels, activation=self.activation)
-        geometry = Geometry(local_window=self.window)
-        return select_key_lists(indexer, BudgetRule(*self.budget, self.adaptive_k), self.ema, geometry)
+        return select_key_lists(self.indexer, self.rule, self.ema, Geometry(local_window=self.window))
 
 
-def union_ratio(selection: Selection, indexer: Indexer) -> float:
+def union_ratio(selection: Selection, selector: Selector) -> float:
     """Return r: the keys that any query of a tile selects, divided by the keys that one query selects."""
     assert selection.key_lists is not None
     mean_k = selection.budget.float().mean().item()
-    return selection.key_lists.counts.float().mean().item() / (mean_k + indexer.window)
+    return selection.key_lists.counts.float().mean().item() / (mean_k + selector.window)
 
 
-def random_indexer(length: int, budget: tuple[int, int, int]) -> Indexer:
-    """Build an indexer whose moving average is the mean variance of its own scores, as in a trained layer."""
-    inputs = cases.indexer_inputs(1, length, LIKENESS)
-    first = Indexer(inputs, torch.ones((), device=cases.DEVICE), budget)
+def random_selector(length: int, rule: BudgetRule) -> Selector:
+    """Build a selector whose moving average is the mean variance of its own scores, as in a trained layer."""
+    first = Selector(cases.random_indexer(length, LIKENESS), torch.ones((), device=cases.DEVICE), rule)
     return replace(first, ema=first.select().variance.mean())
 
 
-def recommended_indexer(length: int) -> Indexer:
-    inputs = cases.indexer_inputs(1, length, RECOMMENDED_LIKENESS, HEADS)
-    without_biases = replace(inputs, score_bias=None, weight_bias=None)
-    ema = torch.ones((), device=cases.DEVICE)
-    return Indexer(without_biases, ema, **RECOMMENDED)
+def recommended_selector(length: int) -> Selector:
+    indexer = cases.without_biases(cases.random_indexer(length, RECOMMENDED_LIKENESS, HEADS), "relu")
+    return Selector(indexer, torch.ones((), device=cases.DEVICE), RECOMMENDED, WINDOW)
+
+
+def random_lists(length: int, k: int, ratio: float, seed: int) -> KeyLists:
+    """Build random lists for a given union ratio, without a mask of all pairs. Every query selects k keys, and the
+    queries of a tile together select ratio * k different keys.
+
+    The list of a tile has n = ratio * k random keys, which are causal for the first query of the tile. If that query
+    has fewer causal keys, the list has all of them. The ratio must be from 1 to the number of queries in a tile. Each
+    query selects k evenly spaced keys of the list, or the whole list if n <= k. The queries begin at different offsets
+    in the list, so that together they select all of its keys.
+    """
+    tiles = -(-length // TILE_QUERIES)
+    generator = torch.Generator(device=cases.DEVICE).manual_seed(seed)
+    visible = torch.arange(tiles, device=cases.DEVICE) * TILE_QUERIES + 1
+    counts = visible.clamp(max=round(ratio * k))
+    starts = counts.cumsum(0) - counts
+    entry, tile = _entries(counts, starts)
+    count = counts[tile]
+    keys = _spread(entry, count, visible[tile], generator)
+    chosen = count.clamp(max=k)
+    words = torch.zeros_like(entry)
+    offset = torch.randint(2**30, (tiles,), generator=generator, device=cases.DEVICE)[tile]
+    for row in range(TILE_QUERIES):
+        phase = row * count // TILE_QUERIES + offset
+        words |= ((entry * chosen + phase) % count < chosen).long() << row
+    return KeyLists(
+        keys=keys,
+        words=int32_words(words),
+        starts=starts[None],
+        counts=counts.int()[None],
+        length=length,
+        max_count=int(counts.max()),
+        host_counts=counts.cpu()[None],
+    )
+
+
+def _entries(counts: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for every entry its number within its list, and the number of the list."""
+    owner = torch.repeat_interleave(counts)
+    return torch.arange(len(owner), device=counts.device) - starts[owner], owner
+
+
+def _spread(
+    entry: torch.Tensor, count: torch.Tensor, visible: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Draw the keys of all lists, int32, ascending in each list. For a list of n keys, the causal keys are divided into
+    n equal parts, and entry j of the list is a random key of part j."""
+    low, high = entry * visible // count, (entry + 1) * visible // count
+    chance = torch.rand(len(entry), generator=generator, device=entry.device)
+    return torch.minimum(low + (chance * (high - low)).long(), high - 1).int()
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Runs gated attention over given lists, or over an indexer's selection that each pass makes."""
+    """Runs gated attention over given lists, or over a selection that each pass makes."""
 
     inputs: AttentionInputs
-    lists: KeyLists | Indexer
+    lists: KeyLists | Selector
     layers: int = 1
     """Number of layers that attend to the same selection with the same inputs, in the forward pass only."""
 
     def forward(self) -> torch.Tensor:
-        lists = self.lists.select().key_lists if isinstance(self.lists, Indexer) else self.lists
+        lists = self.lists.select().key_lists if isinstance(self.lists, Selector) else self.lists
         assert lists is not None
         for _ in range(self.layers):
             out, _ = attend(self.inputs, lists)
@@ -143,8 +180,8 @@ def kl_backward(
         return head_sum_probs_lists(x.q, x.k, lse, lists, rows, list_columns(lists), torch.float16)
 
     attended = Attended(key_lists=lists)
-    loss, _ = triton_indexer_loss(indexer.inputs.of_kernels, Target(target, float(x.q.shape[2])), attended)
-    return torch.autograd.grad(loss, indexer.inputs.leaves)
+    loss, _ = triton_indexer_loss(indexer, Target(target, float(x.q.shape[2])), attended)
+    return torch.autograd.grad(loss, cases.leaves_of(indexer))
 
 
 @dataclass(frozen=True)
@@ -165,9 +202,9 @@ class Case:
 def check(report: harness.Report, shape: Shape) -> None:
     """Check that GSA with a budget of all keys equals dense attention with both gates."""
     length = CHECKED_LENGTH
-    inputs = cases.attention_inputs(shape, 1, length)
+    inputs = cases.attention_inputs(shape, length)
     wanted = cases.gated_dense(inputs)
-    got = Gathered(inputs, random_indexer(length, (length, length, length))).both()
+    got = Gathered(inputs, random_selector(length, BudgetRule(length, length, length))).both()
     error = max(map(harness.relative_error, got, wanted))
     report.row(check="GSA token of all keys = dense", shape=shape.name, length=length, relative_error=error)
     if not error < TOLERANCE:
@@ -180,19 +217,19 @@ def constructed_case(name: str, inputs: AttentionInputs, lists: KeyLists, r: flo
     return Case(name, Gathered(inputs, lists), r, name, partial(kl_backward, inputs, indexer, lists, lse))
 
 
-def selected_case(name: str, inputs: AttentionInputs, indexer: Indexer) -> Case:
-    selection = indexer.select()
+def selected_case(name: str, inputs: AttentionInputs, selector: Selector) -> Case:
+    selection = selector.select()
     lists = selection.key_lists
     assert lists is not None
     mean_k = selection.budget.float().mean().item()
     return Case(
         f"{name} selected",
-        Gathered(inputs, indexer),
-        union_ratio(selection, indexer),
+        Gathered(inputs, selector),
+        union_ratio(selection, selector),
         name,
         mean_k=mean_k,
         lists_bytes=sum(x.nbytes for x in (lists.keys, lists.words, lists.starts)),
-        reused=Gathered(inputs, indexer, REUSE),
+        reused=Gathered(inputs, selector, REUSE),
     )
 
 
@@ -202,19 +239,19 @@ def make_cases(inputs: AttentionInputs, ratios: list[float]) -> tuple[list[Case]
     table = [Case("torch cuDNN", cases.cudnn(inputs))]
     if length <= LONGEST_IN_FULL:
         table.append(Case("torch flash", cases.flash(inputs)))
-    token = random_indexer(length, (cases.K_BASE, cases.K_MIN, cases.K_MAX))
+    token = random_selector(length, BudgetRule(cases.K_BASE, cases.K_MIN, cases.K_MAX))
     if length <= LONGEST_IN_FULL:
         for seed, ratio in enumerate(ratios):
-            lists = random_lists(1, length, cases.K_BASE, ratio, cases.DEVICE, seed)
-            table.append(constructed_case("GSA token", inputs, lists, ratio, token))
-    indexers = {"GSA token": token, "GSA ReLU": recommended_indexer(length)}
-    table += [selected_case(name, inputs, indexer) for name, indexer in indexers.items()]
-    return table, {name: indexer.select for name, indexer in indexers.items()}
+            lists = random_lists(length, cases.K_BASE, ratio, seed)
+            table.append(constructed_case("GSA token", inputs, lists, ratio, token.indexer))
+    selectors = {"GSA token": token, "GSA ReLU": recommended_selector(length)}
+    table += [selected_case(name, inputs, selector) for name, selector in selectors.items()]
+    return table, {name: selector.select for name, selector in selectors.items()}
 
 
 def measure(report: harness.Report, shape: Shape, length: int, ratios: list[float]) -> None:
     """Measure all cases of one shape and length in turns."""
-    table, runs = make_cases(cases.attention_inputs(shape, 1, length), ratios)
+    table, runs = make_cases(cases.attention_inputs(shape, length), ratios)
     peaks = []
     for index, case in enumerate(table):
         both_of: Callable[[], tuple[torch.Tensor, ...]] = case.run.both
@@ -230,7 +267,7 @@ def measure(report: harness.Report, shape: Shape, length: int, ratios: list[floa
             runs[f"{index} reused"] = case.reused.forward
     # Runs of this length need no median.
     limits: dict[str, Any] = {"min_runs": 1, "rounds": 1} if length > LONGEST_IN_FULL else {}
-    ms = {name: timing.ms for name, timing in harness.measure(runs, compiled=True, **limits).items()}
+    ms = harness.measure(runs, compiled=True, **limits)
     rows = []
     for index, case in enumerate(table):
         select = ms[case.select] if case.select else None

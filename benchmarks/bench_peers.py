@@ -5,8 +5,8 @@
 The shape is the 1.7B model's: 16 query heads, 4 KV heads of size 128, bf16, batch 1. peer_attention.py names the peers
 whose shape differs. Columns with ours_ are the times of our attention over key lists of the same selection and in the
 same shape, which takes turns with the peer. A ratio is the peer's time divided by ours, so above 1 ours is faster.
-Masks, block lists and key lists are made before the timed runs, except where `computes` says otherwise. `dense cuDNN`
-attends to all causal keys. `both` is forward and backward, without gates.
+Masks, block lists and key lists are made before the timed runs. `dense cuDNN` attends to all causal keys. `both` is
+forward and backward, without gates.
 
 The rows `cuDNN top-k` select the keys with the highest scores of given scores, as our selection does: exact, and of
 equal scores the lower index. The first one compares it with our selection of the same scores, the second one with our
@@ -90,10 +90,10 @@ def wanted_mask(peer: Peer, selected: Selected) -> torch.Tensor:
 
 def check(report: harness.Report, name: str, peer: Peer, keys: int) -> None:
     """Compare ours and the peer with plain torch. Raise ArithmeticError if the peer is wrong."""
-    inputs = cases.attention_inputs(peer.shape, 1, CHECKED_LENGTH)
+    inputs = cases.attention_inputs(peer.shape, CHECKED_LENGTH)
     selected = peer.select(CHECKED_LENGTH, keys)
     wanted = reference(inputs, unpack_mask(selected.words[0], selected.length))
-    error = largest_error(peer.ours(inputs, selected).both(), wanted)
+    error = largest_error(peer_attention.ours(inputs, selected).both(), wanted)
     if not error < TOLERANCE:
         report.fail(f"ours beside {name} differs from plain torch by {error:.1e}")
     if peer.mask != "selected":
@@ -136,9 +136,7 @@ def add_row(
         peer=name,
         tokens=tokens,
         keys=keys,
-        heads=None if shape is None else shape.heads,
-        kv_heads=None if shape is None else shape.kv_heads,
-        head_size=None if shape is None else shape.head_size,
+        shape=None if shape is None else shape.name,
         forward_ms=ms.get("forward"),
         both_ms=ms.get("both"),
         ours_forward_ms=ms.get("ours forward"),
@@ -152,7 +150,7 @@ def add_row(
 
 def measure_peer(report: harness.Report, name: str, lengths: list[int], keys: int) -> None:
     peer = PEERS[name]
-    note = attempt(refuse_missing, peer.package, peer.module) or attempt(check, report, name, peer, keys)
+    note = attempt(refuse_missing, *peer.needs) or attempt(check, report, name, peer, keys)
     if note:
         add_row(report, name, peer.computes, keys=keys, shape=peer.shape, note=note)
         return
@@ -164,11 +162,9 @@ def measure_peer(report: harness.Report, name: str, lengths: list[int], keys: in
 
 def time_peer(peer: Peer, length: int, keys: int) -> dict[str, float]:
     """Time peer and ours in turns."""
-    if length > peer.longest:
-        raise ValueError(f"at most {peer.longest} tokens")
-    inputs = cases.attention_inputs(peer.shape, 1, length)
+    inputs = cases.attention_inputs(peer.shape, length)
     selected = peer.select(length, keys)
-    run, own = peer.run(inputs, selected), peer.ours(inputs, selected)
+    run, own = peer.run(inputs, selected), peer_attention.ours(inputs, selected)
     runs: dict[str, harness.Run] = {
         "forward": run.forward,
         "ours forward": own.forward,
@@ -176,11 +172,11 @@ def time_peer(peer: Peer, length: int, keys: int) -> dict[str, float]:
     }
     if peer.backward:
         runs["both"] = run.both
-    return {name: timing.ms for name, timing in harness.measure(runs, **TIMING).items()}
+    return harness.measure(runs, **TIMING)
 
 
 def measure_top_k(report: harness.Report, lengths: list[int], keys: int) -> None:
-    note = attempt(refuse_missing, CUDNN, "cudnn")
+    note = attempt(refuse_missing, *CUDNN)
     for length in [] if note else lengths:
         note = note or attempt(time_top_k, report, length, keys)
     if note:
@@ -223,7 +219,7 @@ def time_top_k(report: harness.Report, length: int, keys: int) -> None:
         "select": select,
         "score and select": lambda: select_key_lists(indexer, rule, ema, candidates_from=CANDIDATES_FROM),
     }
-    ms = {name: timing.ms for name, timing in harness.measure(runs, **TIMING).items()}
+    ms = harness.measure(runs, **TIMING)
     for own in ("select", "score and select"):
         times = {"forward": ms["forward"], "ours forward": ms[own]}
         add_row(report, TOP_K, f"top k of given scores; ours: {own}", length, keys, None, times)

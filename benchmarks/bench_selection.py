@@ -12,11 +12,11 @@ count that each causal score is written once (score pass) or read once (selectio
 """
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import harness
 import torch
-from cases import INDEXER_HEADS, INDEXER_SIZE, K_BASE, K_MAX, K_MIN, indexer_inputs
+from cases import INDEXER_HEADS, INDEXER_SIZE, K_BASE, K_MAX, K_MIN, random_indexer, without_biases
 
 from gsa_kernels.indexer.triton_scores import write_scores
 from gsa_kernels.limits import SELECTION_CHUNK_BYTES
@@ -40,8 +40,7 @@ CANDIDATES_FROM = 8192
 
 def measure(report: harness.Report, length: int) -> None:
     torch.manual_seed(length)
-    inputs = replace(indexer_inputs(1, length), score_bias=None, weight_bias=None)
-    indexer, geometry = inputs.of_kernels, Geometry()
+    indexer, geometry = without_biases(random_indexer(length), "sigmoid"), Geometry()
 
     def select(ema: torch.Tensor, start: int | None = None) -> Selection:
         return select_keys(indexer, RULE, ema, geometry, candidates_from=start)
@@ -81,7 +80,7 @@ def measure(report: harness.Report, length: int) -> None:
         "candidate_lists": lambda: select_lists(CANDIDATES_FROM),
         "topk": topk_pass,
     }
-    ms = {name: timed.ms for name, timed in harness.measure(candidates).items()}
+    ms = harness.measure(candidates)
     pairs = length * (length + 1) / 2
     report.row(
         length=length,
@@ -94,14 +93,12 @@ def measure(report: harness.Report, length: int) -> None:
     )
 
 
-def is_correct(
-    indexer: Indexer, geometry: Geometry, selection: Selection, ema: torch.Tensor, sample: int = 64
-) -> bool:
+def is_correct(indexer: Indexer, geometry: Geometry, selection: Selection, ema: torch.Tensor) -> bool:
     """Compare budget and selection with the reference implementation, on some rows at the start, in the middle and at
     the end."""
     num_rows, length = indexer.queries.shape[1], indexer.keys.shape[1]
     assert selection.packed_mask is not None
-    sample = min(sample, num_rows)
+    sample = min(64, num_rows)
     for start in (0, (num_rows - sample) // 2, num_rows - sample):
         rows = torch.arange(start, start + sample, device="cuda")
         visible = causal_mask(length, query_positions=rows)

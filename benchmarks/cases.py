@@ -1,7 +1,7 @@
 """Defines what several benches run: the shapes of the reference models, random inputs, and torch's dense attention."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -48,47 +48,22 @@ class AttentionInputs:
         return [self.q, self.k, self.v, self.output_gate, self.value_gate]
 
 
-def attention_inputs(shape: Shape, batch: int, length: int) -> AttentionInputs:
-    q, gate, grad = (normal(batch, length, shape.heads, shape.head_size) for _ in range(3))
-    k, v, value_gate = (normal(batch, length, shape.kv_heads, shape.head_size) for _ in range(3))
+def attention_inputs(shape: Shape, length: int) -> AttentionInputs:
+    q, gate, grad = (normal(1, length, shape.heads, shape.head_size) for _ in range(3))
+    k, v, value_gate = (normal(1, length, shape.kv_heads, shape.head_size) for _ in range(3))
     inputs = AttentionInputs(q, k, v, gate, value_gate, grad)
     for leaf in inputs.leaves:
         leaf.requires_grad_()
     return inputs
 
 
-@dataclass(frozen=True)
-class IndexerInputs:
-    q_idx: torch.Tensor
-    """[B, L, HI, DI]"""
-    k_idx: torch.Tensor
-    """[B, L, DI]"""
-    weight_logits: torch.Tensor
-    """[B, L, HI]"""
-    score_bias: torch.Tensor | None
-    """[HI]"""
-    weight_bias: torch.Tensor | None
-    """[HI]"""
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        return [
-            x for x in (self.q_idx, self.k_idx, self.weight_logits, *self.biases.values()) if x is not None
-        ]
-
-    @property
-    def of_kernels(self) -> Indexer:
-        return Indexer(self.q_idx, self.k_idx, self.weight_logits, self.score_bias, self.weight_bias)
-
-    @property
-    def biases(self) -> dict[str, Any]:
-        return {"score_bias": self.score_bias, "weight_bias": self.weight_bias}
+def leaves_of(indexer: Indexer) -> list[torch.Tensor]:
+    tensors = indexer.queries, indexer.keys, indexer.head_weight_logits
+    return [*tensors, *(x for x in (indexer.score_bias, indexer.head_weight_bias) if x is not None)]
 
 
-def indexer_inputs(
-    batch: int, length: int, likeness: float = 0.0, heads: int = INDEXER_HEADS
-) -> IndexerInputs:
-    """Draw inputs that require gradients.
+def random_indexer(length: int, likeness: float = 0.0, heads: int = INDEXER_HEADS) -> Indexer:
+    """Draw tensors that require gradients.
 
     Args:
         likeness: similarity of the 32 queries of a tile, 0 (independent) to 1 (equal). Similar queries select more keys
@@ -96,35 +71,39 @@ def indexer_inputs(
     """
 
     def alike(*inner: int) -> torch.Tensor:
-        own = normal(batch, length, *inner)
-        shared = normal(batch, -(-length // 32), *inner).repeat_interleave(32, 1)[:, :length]
+        own = normal(1, length, *inner)
+        shared = normal(1, -(-length // 32), *inner).repeat_interleave(32, 1)[:, :length]
         return likeness**0.5 * shared + (1 - likeness) ** 0.5 * own
 
-    inputs = IndexerInputs(
+    indexer = Indexer(
         alike(heads, INDEXER_SIZE),
         # The keys' scale of 1.5 gives logits a standard deviation of 1.5, with which sigmoids do not saturate.
-        1.5 * normal(batch, length, INDEXER_SIZE),
+        1.5 * normal(1, length, INDEXER_SIZE),
         alike(heads),
         normal(heads),
         normal(heads),
     )
-    for leaf in inputs.leaves:
+    for leaf in leaves_of(indexer):
         leaf.requires_grad_()
-    return inputs
+    return indexer
+
+
+def without_biases(indexer: Indexer, activation: Literal["sigmoid", "relu"]) -> Indexer:
+    return replace(indexer, score_bias=None, head_weight_bias=None, activation=activation)
 
 
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
 
 
-def random_packed_mask(batch: int, length: int, selected: int) -> torch.Tensor:
-    """Draw a packed mask, int32 [B, L, ceil(L / 32)]. Each causal key of query t is selected with probability `selected
+def random_packed_mask(length: int, selected: int) -> torch.Tensor:
+    """Draw a packed mask, int32 [1, L, ceil(L / 32)]. Each causal key of query t is selected with probability `selected
     / (t + 1)`. Key 0 is always selected."""
     keys = torch.arange(length, device=DEVICE)
     parts = []
     for rows in keys.split(1024):  # the mask of all rows would be large
         chance = (selected / (rows[:, None] + 1)).clamp(max=1)
-        chosen = torch.rand(batch, len(rows), length, device=DEVICE) < chance
+        chosen = torch.rand(1, len(rows), length, device=DEVICE) < chance
         parts.append(pack_mask((chosen | (keys == 0)) & (keys <= rows[:, None])))
     return torch.cat(parts, 1)
 

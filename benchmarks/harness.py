@@ -4,8 +4,8 @@
     harness.require_cuda()
     report = harness.Report("bench_long", args)
     times = harness.measure({"ours": run, "dense": run_dense})      # in turns, so the ratio is fair
-    report.row(length=4096, ours_ms=times["ours"].ms, dense_ms=times["dense"].ms)
-    report.bar("ours / dense at 4096", times["ours"].ms / times["dense"].ms, at_most=2.0)
+    report.row(length=4096, ours_ms=times["ours"], dense_ms=times["dense"])
+    report.bar("ours / dense at 4096", times["ours"] / times["dense"], at_most=2.0)
     sys.exit(report.finish())
 
 Only `measure`, `capture` and `peak_bytes` need a CUDA device.
@@ -36,6 +36,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 QUIET = "GSA_BENCH_QUIET"
 """Set by `make bench`, which prints the machine once for all benches."""
 
+MOST_RUNS = 200
+"""Largest number of runs of a candidate."""
+
 T = TypeVar("T")
 Run = Callable[[], object]
 Cell = str | int | float | bool | None
@@ -47,31 +50,17 @@ _FLUSH_BYTES = 256 * 2**20  # several times the size of any L2
 # --- timing --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Holds the time of one candidate in ms."""
-
-    ms: float
-    """Median."""
-    low: float
-    """Fastest run."""
-    high: float
-    """Slowest run."""
-    runs: int
-
-
 def measure(
     candidates: Mapping[str, Run],
     *,
     budget_ms: float = 200.0,
     min_runs: int = 3,
-    max_runs: int = 200,
     rounds: int = 5,
     flush_l2: bool = True,
     compiled: bool = False,
     before: Mapping[str, Run] | None = None,
-) -> dict[str, Timing]:
-    """Time the candidates on the current CUDA device by CUDA events.
+) -> dict[str, float]:
+    """Return the median time of each candidate in ms, on the current CUDA device by CUDA events.
 
     Each candidate first runs a few times, to compile, to warm up, and to estimate its time. Then the candidates take
     turns in `rounds` rounds. A device lowers its clock while it heats up. Because the candidates take turns, a lower
@@ -81,7 +70,6 @@ def measure(
         candidates: name -> function to time; its results are dropped
         budget_ms: device time per candidate, which determines its number of runs
         min_runs: smallest number of runs of a candidate
-        max_runs: largest number of runs of a candidate
         rounds: turns per candidate
         compiled: whether all kernels have run before, which saves the first run of each candidate
         flush_l2: overwrite the L2 cache before each run, as another layer would
@@ -94,19 +82,17 @@ def measure(
         estimate = _time(run, 1, None, before.get(name))[0]
         if estimate * min_runs < budget_ms:
             estimate = min(_time(run, 3, None, before.get(name)))
-        schedules[name] = share_rounds(count_runs(estimate, budget_ms, min_runs, max_runs), rounds)
+        schedules[name] = share_rounds(count_runs(estimate, budget_ms, min_runs), rounds)
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda") if flush_l2 else None
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(rounds):
         for name, run in candidates.items():
             samples[name] += _time(run, schedules[name][turn], flush, before.get(name))
-    return {
-        name: Timing(median(times), min(times), max(times), len(times)) for name, times in samples.items()
-    }
+    return {name: median(times) for name, times in samples.items()}
 
 
-def count_runs(estimate_ms: float, budget_ms: float, min_runs: int, max_runs: int) -> int:
-    return min(max(int(budget_ms / max(estimate_ms, 1e-6)), min_runs), max_runs)
+def count_runs(estimate_ms: float, budget_ms: float, min_runs: int) -> int:
+    return min(max(int(budget_ms / max(estimate_ms, 1e-6)), min_runs), MOST_RUNS)
 
 
 def share_rounds(runs: int, rounds: int) -> list[int]:
@@ -161,7 +147,7 @@ def bandwidth() -> float:
     """Return the bytes per millisecond that a device copy reads and writes."""
     source = torch.empty(2**30, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
-    ms = measure({"copy": lambda: target.copy_(source)}, flush_l2=False)["copy"].ms
+    ms = measure({"copy": lambda: target.copy_(source)}, flush_l2=False)["copy"]
     return 2 * source.nbytes / ms
 
 

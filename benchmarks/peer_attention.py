@@ -5,11 +5,9 @@ returns what a run does. Tensors are [B, L, heads, D] with B = 1, and L is a mul
 only by the functions.
 """
 
-import importlib.util
-import sys
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import cases
@@ -17,8 +15,7 @@ import torch
 from cases import AttentionInputs, Dense, Shape
 
 from gsa_kernels.attention.gathered import gathered_attention
-from gsa_kernels.key_lists.format import KeyLists
-from gsa_kernels.packed_mask import int32_words, unpack_mask
+from gsa_kernels.packed_mask import int32_words
 from gsa_kernels.selection.lists_op import key_lists_from_packed_mask
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, Indexer
@@ -29,10 +26,12 @@ INDEXER_HEADS = 8
 BLOCK, NSA_BLOCK = 128, 64
 """Keys per block for block-sparse peers and for NSA."""
 
-FLASH = "flash-attn-4==4.0.0b36 nvidia-cutlass-dsl[cu13]==4.8.1"
-CUDNN = "nvidia-cudnn-frontend[cutedsl]==1.32.0"
+FLASH = "flash-attn-4==4.0.0b36 nvidia-cutlass-dsl[cu13]==4.8.1", "flash_attn.cute.interface"
+CUDNN = "nvidia-cudnn-frontend[cutedsl]==1.32.0", "cudnn"
+FLA = "fla-core==0.6.0", "fla"
+"""What to install, and the module that it has then."""
 SHAPE = cases.SHAPES["1.7B"]
-WIDE, GROUPED = Shape("D 256", 16, 4, 256), Shape("16 heads per KV head", 16, 1)
+GROUPED = Shape("16 heads per KV head", 16, 1)
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -52,10 +51,6 @@ class Selected:
     @property
     def length(self) -> int:
         return self.words.shape[1]
-
-    @property
-    def lists(self) -> KeyLists:
-        return key_lists_from_packed_mask(self.words, self.length)
 
 
 @dataclass(frozen=True)
@@ -79,11 +74,7 @@ class Runs:
 
 def relu_indexer(length: int) -> Indexer:
     """Return the recommended indexer with random inputs that are alike for neighbouring queries."""
-    inputs = cases.indexer_inputs(1, length, LIKENESS, INDEXER_HEADS)
-    return replace(
-        replace(inputs, score_bias=None, weight_bias=None).of_kernels,
-        activation="relu",
-    )
+    return cases.without_biases(cases.random_indexer(length, LIKENESS, INDEXER_HEADS), "relu")
 
 
 def select_tokens(length: int, keys: int) -> Selected:
@@ -151,13 +142,8 @@ def causal_words(groups: torch.Tensor) -> torch.Tensor:
 
 
 def ours(inputs: AttentionInputs, selected: Selected) -> Runs:
-    lists = selected.lists
+    lists = key_lists_from_packed_mask(selected.words, selected.length)
     return Runs(inputs, lambda q, k, v: gathered_attention(q, k, v, lists)[0])
-
-
-def ours_with_lists(inputs: AttentionInputs, selected: Selected) -> Runs:
-    """Build the key lists in each run, from the packed mask."""
-    return Runs(inputs, lambda q, k, v: gathered_attention(q, k, v, selected.lists)[0])
 
 
 def dense(inputs: AttentionInputs, selected: Selected) -> Dense:
@@ -165,12 +151,6 @@ def dense(inputs: AttentionInputs, selected: Selected) -> Dense:
 
 
 # --- flash attention 4 ---------------------------------------------------------------------------------
-
-
-def flash_bytes(inputs: AttentionInputs, selected: Selected) -> Runs:
-    """Read a mask of one byte per pair, uint8 [1, L, L]."""
-    mask = unpack_mask(selected.words, selected.length).to(torch.uint8)
-    return _flash(inputs, _block_kinds(selected.words), flash_masks()["bytes"], [mask])
 
 
 def flash_bits(inputs: AttentionInputs, selected: Selected) -> Runs:
@@ -191,11 +171,6 @@ def flash_masks() -> dict[str, Any]:
     utils = importlib.import_module("flash_attn.cute.utils")
 
     @cute.jit
-    def of_bytes(batch, head, query, key, lengths, tensors):  # type: ignore[no-untyped-def]
-        chosen = tensors[0][batch[0], query[0], key[0]] != 0
-        return utils.scalar_to_ssa(chosen, cutlass.Boolean)
-
-    @cute.jit
     def of_bits(batch, head, query, key, lengths, tensors):  # type: ignore[no-untyped-def]
         word = tensors[0][batch[0], query[0], key[0] >> 5]
         chosen = ((word >> (key[0] & 31)) & 1) != 0
@@ -205,7 +180,7 @@ def flash_masks() -> dict[str, Any]:
     def causal(batch, head, query, key, lengths, tensors):  # type: ignore[no-untyped-def]
         return utils.scalar_to_ssa(key[0] <= query[0], cutlass.Boolean)
 
-    return {"bytes": of_bytes, "bits": of_bits, "causal": causal}
+    return {"bits": of_bits, "causal": causal}
 
 
 def _block_kinds(words: torch.Tensor) -> torch.Tensor:
@@ -239,24 +214,6 @@ def _flash(inputs: AttentionInputs, kinds: torch.Tensor, mask: Any, tensors: Any
 
 
 # --- other packages ------------------------------------------------------------------------------------
-
-
-def automodel(inputs: AttentionInputs, selected: Selected) -> Runs:
-    """Give NeMo Automodel the keys of each query, int32 [1, L, keys]. It makes its byte mask in each run."""
-    package = importlib.import_module("nemo_automodel")
-    # The packages above this file import more than is needed.
-    path = Path(package.__path__[0], "components", "models", "qwen3_8_flash_next", "fa4_qsa.py")
-    spec: Any = importlib.util.spec_from_file_location("automodel_fa4_qsa", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where torch.compile looks for it
-    spec.loader.exec_module(module)
-    columns = torch.arange(selected.length, device=cases.DEVICE, dtype=torch.int32)
-    parts = [
-        torch.where(unpack_mask(words, selected.length), columns, -1).topk(selected.keys).values
-        for words in selected.words.split(1024, dim=1)
-    ]
-    ids = torch.cat(parts, 1)
-    return Runs(inputs, lambda q, k, v: module.fa4_sparse_gqa_attention(q, k, v, ids))
 
 
 def cudnn_blocks(inputs: AttentionInputs, selected: Selected) -> Runs:
@@ -293,40 +250,23 @@ class Peer:
     run: Callable[[AttentionInputs, Selected], Runs | Dense]
     select: Callable[[int, int], Selected] = select_tokens
     shape: Shape = SHAPE
-    package: str = ""
-    """What to install."""
-    module: str = "torch"
-    longest: int = 131072
-    """Longest sequence that the peer's format supports."""
+    needs: tuple[str, str] = ("torch", "torch")
     backward: bool = True
     mask: str = "selected"
     """The mask that a correct result has: `selected`, `causal`, or `whole blocks`."""
-    ours: Callable[[AttentionInputs, Selected], Runs] = ours
 
-
-FLASH_MODULE = "flash_attn.cute.interface"
-TOO_LONG = 32768
-"""Longest measured length below 46,340, from which byte masks have more elements than an int32 can count."""
 
 PEERS = {
     "dense cuDNN": Peer("all causal keys, torch SDPA", dense, mask="causal"),
-    "FA4 byte mask": Peer(
-        "keys per query", flash_bytes, package=FLASH, module=FLASH_MODULE, longest=TOO_LONG
-    ),
-    "FA4 bit mask": Peer("keys per query, our packed mask", flash_bits, package=FLASH, module=FLASH_MODULE),
+    "FA4 bit mask": Peer("keys per query, our packed mask", flash_bits, needs=FLASH),
     "FA4 blocks": Peer(
-        "another model: 128 queries share blocks of 128 keys",
-        flash_blocks,
-        select_blocks,
-        package=FLASH,
-        module=FLASH_MODULE,
+        "another model: 128 queries share blocks of 128 keys", flash_blocks, select_blocks, needs=FLASH
     ),
     "cuDNN blocks": Peer(
         "as FA4 blocks, own block not causal; ours is causal",
         cudnn_blocks,
         select_blocks,
-        package=CUDNN,
-        module="cudnn",
+        needs=CUDNN,
         backward=False,
         mask="whole blocks",
     ),
@@ -335,16 +275,6 @@ PEERS = {
         nsa,
         select_nsa_blocks,
         GROUPED,
-        package="fla-core==0.6.0",
-        module="fla",
-    ),
-    "Automodel QSA": Peer(
-        "keys per query, head size 256; both make masks or lists in the run",
-        automodel,
-        shape=WIDE,
-        package=f"nemo-automodel==0.7.0 {FLASH}",
-        module="nemo_automodel",
-        longest=TOO_LONG,
-        ours=ours_with_lists,
+        FLA,
     ),
 }

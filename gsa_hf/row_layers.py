@@ -82,17 +82,11 @@ def leave(h: torch.Tensor, attended: Any, layer: Any, sizes: Any) -> torch.Tenso
 
 
 def pass_on(
-    h: torch.Tensor,
-    attended: Any,
-    left: tuple[Any, Any],
-    entered: tuple[Any, Any],
-    cache: Any,
-    slot: torch.Tensor,
-    rotary: Any,
+    h: torch.Tensor, attended: Any, left: tuple[Any, Any], entered: tuple[Any, Any], *place: Any
 ) -> tuple[torch.Tensor, Any]:
     """Run `leave` of this layer and `enter` of the next layer."""
     h = leave(h, attended, *left)
-    return h, enter(h, *entered, cache, slot, rotary)
+    return h, enter(h, *entered, *place)
 
 
 def finish(

@@ -39,7 +39,7 @@ from gsa_train.profiling.trace_spans import trace_span
 def unsupported_by_megatron(config: Config) -> str:
     """Return why megatron-core without Transformer Engine cannot run this config, or should not; empty if it can."""
     if config.moe.experts > 0:
-        return "experts are compared in one model, by benchmarks/bench_moe.py"
+        return "grouped experts need Transformer Engine"
     if config.parallel.context > 1:
         return "context parallelism needs Transformer Engine"
     if config.parallel.sequence and config.parallel.tensor > 1:

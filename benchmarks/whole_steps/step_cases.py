@@ -60,9 +60,7 @@ class StepCase:
     layers: int
     model: str
     sequences: int
-    """Sequences per step."""
-    micro_batch: int
-    """Sequences per micro-batch."""
+    """Sequences per step, in one micro-batch."""
 
     @property
     def has_indexer(self) -> bool:
@@ -77,7 +75,7 @@ class StepCase:
         kind = "gsa" if self.has_indexer else STANDARD
         fixed = [
             f"train.global_batch_size={self.sequences}",
-            f"train.micro_batch_size={self.micro_batch}",
+            f"train.micro_batch_size={self.sequences}",
             f"train.seq_len_tokens={self.length}",
             f"model.num_layers={self.layers}",
             "data.num_workers=0",
@@ -95,7 +93,6 @@ def plan(
     lengths: Sequence[int],
     models: Sequence[str],
     tokens: int,
-    micro_batches: int = 1,
     layers: Sequence[int] = (),
 ) -> list[list[StepCase]]:
     """Return groups of cases that take turns with the group's standard model, which comes first if requested.
@@ -104,7 +101,6 @@ def plan(
 
     Args:
         tokens: tokens per step, of at least one sequence
-        micro_batches: micro-batches per step, if it has enough sequences
         layers: depths in place of the shape's own
 
     Raises:
@@ -119,7 +115,7 @@ def plan(
                 raise ValueError(f"--layers {depth}: the shape {name} has {most}; give 1 to {most}{groups}")
     order = sorted(dict.fromkeys(models), key=list(MODELS).index)
     cases = [
-        StepCase(name, length, depth, model, sequences, max(1, sequences // micro_batches))
+        StepCase(name, length, depth, model, sequences)
         for length, sequences in ((each, max(1, tokens // each)) for each in lengths)
         for name in shapes
         for depth in layers or _depths(SHAPES[name], length, reuse)

@@ -46,13 +46,13 @@ AIMS = {4096: 1 / 1.06, 8192: 1.0, 16384: 1.2, 32768: 1.5, 131072: 3.0}
 """Maps a length to the smallest `speed_up` that the AIMED models should reach with all layers of the 1.7B shape."""
 
 FIXED = (
-    "gpu", "commit", "shape", "length", "layers", "model", "sequences", "micro_batch", "vocab", "indexer",
+    "gpu", "commit", "shape", "length", "layers", "model", "sequences", "vocab", "indexer",
     "step_ms", "speed_up", "speed_up_error", "tokens_per_second", "mfu", "flops_limit", "host_ms", "peak_gib",
     "synchronizations", "launches", "r", "mean_k",
 )  # fmt: skip
 """Columns of a row before the parts."""
 
-SAME_MODEL = ("shape", "length", "model", "sequences", "micro_batch", "vocab", "indexer")
+SAME_MODEL = ("shape", "length", "model", "sequences", "vocab", "indexer")
 """Cells in which rows of two depths must agree if the time of a whole model is to be computed from them."""
 
 Cells = dict[str, harness.Cell]
@@ -71,7 +71,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="depths in place of the shape's own: with all layers (24 of 1.7b) whole models take turns, none is scaled",
     )
     group.add_argument("--tokens", type=int, default=32768, help="per step")
-    group.add_argument("--micro-batches", type=int, default=1, help="of a step")
     group.add_argument(
         "--seconds", type=float, default=5.0, help="of turns for each case; three turns at least"
     )
@@ -93,7 +92,6 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.lengths,
             arguments.models,
             arguments.tokens,
-            arguments.micro_batches,
             arguments.layers,
         )
     except ValueError as error:
@@ -176,7 +174,7 @@ class Sweep:
         else:
             trainee = OurTrainee(config, config.phases[-1], self.parallel, self._planting(case), lr=0.0)
         subject = Subject(case.model, trainee, others_bytes)
-        subject.set_micro_batch(case.micro_batch)
+        subject.set_micro_batch(case.sequences)
         return subject
 
     def _planting(self, case: StepCase) -> Callable[[Model], None] | None:
@@ -189,7 +187,7 @@ class Sweep:
                 for attention in model.attentions
                 if attention.indexer is not None
             ]
-            plant(model, layers, case.micro_batch)
+            plant(model, layers, case.sequences)
 
         return prepare
 
@@ -276,7 +274,7 @@ def add_whole_models(report: harness.Report) -> None:
     for key, found in made.items():
         if found is None:
             continue
-        standard = made.get((*key[:2], STANDARD, *key[3:6], "none"))
+        standard = made.get((*key[:2], STANDARD, *key[3:5], "none"))
         ratio = None if standard is None else float(standard["whole_ms"]) / float(found["whole_ms"])  # type: ignore[arg-type]
         deepest = max(measured[key], key=lambda row: row["layers"])
         if deepest["layers"] == found["layers"] and ratio is not None:

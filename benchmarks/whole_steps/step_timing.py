@@ -25,7 +25,7 @@ PARTS = (
     ),
     (
         "indexer KL",
-        r"^_?(gathered_)?(probs_kernel|stats_kernel|score_pass_kernel|grad_(queries_|keys_)?kernel|reduce_kernel|totals_kernel)",
+        r"^_?(gathered_)?(probs_kernel|score_pass_kernel|grad_(queries|keys)_kernel|totals_kernel)",
     ),
     (
         "attention",
@@ -34,7 +34,7 @@ PARTS = (
     ("attention", r"^_?(sum_parts|transpose_kernel)"),
     ("attention", r"flash|fmha|sdpa|cudnn_generated"),
     ("sums by key", r"^_?(mark|count|place|add)_kernel"),
-    ("indexer split", r"^_?copy_kernel"),
+    ("indexer split", r"^_?split_(backward_)?kernel"),
     ("cross-entropy", r"cross_entropy|softmax|vocabulary"),
     ("optimizer", r"multi_tensor|adam|update_kernel|lpnorm|foreach"),
     ("matmuls", r"gemm|nvjet|cutlass|splitK|cublas"),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gsa_data.corpus import Corpus, shard_reader
-from gsa_data.faults import DEFAULT_READING, DataFault, Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.pack import LANE_START, Tokens, pack
 from gsa_data.reader import EncodedDocument, ShardLines
@@ -109,23 +109,6 @@ def read_validation_set(
         if scored.scored_tokens > 0:
             by_source[source] = scored
     return ValidationSet(name, text, by_source)
-
-
-def validation_blocks(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    seq_len_tokens: int,
-    max_blocks: int,
-    reading: Reading = DEFAULT_READING,
-) -> Tokens:
-    """Returns the first `max_blocks` blocks of a split, int32 [n, seq_len_tokens + 1], in the order of shards and
-    lines.
-
-    If the split is too small, n is smaller than max_blocks. If the split does not fill one block, the function raises
-    TooLittleText. If a shard is bad, it raises DataFault.
-    """
-    tokens = (document.tokens for document in validation_documents(corpus, tokenizer, reading))
-    return _first_blocks(tokens, str(corpus.root), seq_len_tokens, max_blocks)
 
 
 def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Iterator[SourcedDocument]:

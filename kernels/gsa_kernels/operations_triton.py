@@ -75,7 +75,7 @@ def indexer_loss(
     def target(chunk: SampledRows) -> torch.Tensor:
         if lists is not None:
             return head_sum_probs_lists(q, k, lse, lists, chunk, list_columns(lists), dtype)
-        return head_sum_probs_rows(q, k, lse, packed_mask, chunk, geometry, dtype=dtype, fill=False)
+        return head_sum_probs_rows(q, k, lse, packed_mask, chunk, geometry, dtype=dtype)
 
     # Each head's probabilities sum to 1 over the keys of its log-sum-exp.
     row_sum = float(q.shape[2])

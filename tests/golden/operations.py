@@ -77,7 +77,7 @@ def indexer_loss(p: Problem, x: Tensors) -> Tensors:
     def of_rows(rows: Any) -> torch.Tensor:
         if lists is not None:
             return head_sum_probs_lists(q, k, lse, lists, rows, list_columns(lists), dtype)
-        return head_sum_probs_rows(q, k, lse, words, rows, geometry, dtype=dtype, fill=False)
+        return head_sum_probs_rows(q, k, lse, words, rows, geometry, dtype=dtype)
 
     attended = Attended(words, log_sum, geometry, lists)
     loss, rows = triton_indexer_loss(indexer, Target(of_rows, float(p.heads)), attended, sample)

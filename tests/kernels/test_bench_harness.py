@@ -49,7 +49,7 @@ def test_bars_and_failures(arguments: argparse.Namespace, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("estimate", "runs"), [(1000.0, 3), (50.0, 4), (0.01, 200), (0.0, 200)])
 def test_runs_fit_the_budget(estimate: float, runs: int) -> None:
-    assert harness.count_runs(estimate, 200, 3, 200) == runs
+    assert harness.count_runs(estimate, 200, 3) == runs
     shares = harness.share_rounds(runs, 5)
     assert sum(shares) == runs
     assert max(shares) - min(shares) <= 1
@@ -92,7 +92,7 @@ def test_what_is_called_before_a_run_is_not_timed(monkeypatch: pytest.MonkeyPatc
     runs = {name: partial(calls.append, name) for name in ("with", "without")}
     before = {"with": partial(calls.append, "before")}
     times = harness.measure(runs, budget_ms=7, flush_l2=False, compiled=True, before=before)
-    assert [timing.runs for timing in times.values()] == [7, 7]
+    assert times == {"with": 1.0, "without": 1.0}
     runs_of_each = 7 + 1 + 3  # plus the runs that estimate its time
     text = " ".join(calls)
     for run in ("before event with event", "event without event"):
@@ -106,8 +106,7 @@ def test_what_is_called_before_a_run_is_not_timed(monkeypatch: pytest.MonkeyPatc
 def test_measures() -> None:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     times = harness.measure({"one": lambda: a @ a, "three": lambda: a @ a @ a @ a}, budget_ms=50)
-    assert 2 < times["three"].ms / times["one"].ms < 4
-    assert times["one"].low <= times["one"].ms <= times["one"].high
+    assert 2 < times["three"] / times["one"] < 4
 
     x = torch.randn(4096, device="cuda", requires_grad=True)
     grad = torch.empty_like(x)

@@ -8,6 +8,7 @@ from pathlib import Path
 import bench_peers
 import cases
 import harness
+import peer_attention
 import pytest
 import torch
 from peer_attention import PEERS, Peer, Runs, Selected, select_blocks, select_nsa_blocks
@@ -28,7 +29,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_peer_has_a_row_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [*(name for name, peer in PEERS.items() if peer.package), bench_peers.TOP_K]
+    names = [*(name for name, peer in PEERS.items() if peer.needs[0] != "torch"), bench_peers.TOP_K]
     monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--out", str(tmp_path), "--only", *names])
     assert bench_peers.main() == 0
@@ -62,7 +63,8 @@ def test_the_check_finds_a_wrong_result(wrong: str, tmp_path: Path, monkeypatch:
         }
         return Runs(inputs, changes[wrong])
 
-    tested = Peer("", peer, select_blocks, cases.Shape("tiny", 2, 1, 16), ours=plain)
+    tested = Peer("", peer, select_blocks, cases.Shape("tiny", 2, 1, 16))
+    monkeypatch.setattr(peer_attention, "ours", plain)
     found = bench_peers.attempt(bench_peers.check, report, "peer", tested, KEYS)
     assert report.failures == []
     assert ("wrong result" in found) if wrong else found is None

@@ -33,8 +33,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "require_cuda", lambda: None)
     monkeypatch.setattr(harness, "capture", lambda run: run)
     monkeypatch.setattr(harness, "peak_bytes", lambda run: (2**30, run()))
-    second = harness.Timing(1000.0, 1000.0, 1000.0, 1)
-    monkeypatch.setattr(harness, "measure", lambda runs, **_: dict.fromkeys(runs, second))
+    monkeypatch.setattr(harness, "measure", lambda runs, **_: dict.fromkeys(runs, 1000.0))
 
 
 @pytest.mark.usefixtures("tiny")

@@ -20,9 +20,9 @@ def budget(**changes: object) -> torch.Tensor:
 
 
 CASES: dict[str, tuple[Callable[[], object], str]] = {
-    "documents": (
-        lambda: ops.causal_mask(4, document_ids=torch.zeros(1, 3)),
-        r"document_ids has shape \(1, 3\)",
+    "positions": (
+        lambda: ops.causal_mask(4, query_positions=torch.zeros(1, 3)),
+        r"query_positions has shape \(1, 3\)",
     ),
     "indexer key per head": (
         lambda: ops.indexer_scores(torch.rand(1, 4, 2, 3), torch.rand(1, 4, 2, 3), torch.rand(1, 4, 2)),

@@ -50,11 +50,11 @@ def head_sum_probs_rows(
     geometry: Geometry = ALL_OF_ONE_SEQUENCE,
     *,
     dtype: torch.dtype = torch.float32,
-    fill: bool = True,
 ) -> torch.Tensor:
     """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads, for the queries t of `rows` and the keys s in S_t.
 
-    For all other keys the result is 0.
+    For all other keys the result is 0, or uninitialised in tiles without a causal key, which `triton_indexer_loss` does
+    not read.
 
     Args:
         q: [B, L, H, D]
@@ -63,7 +63,6 @@ def head_sum_probs_rows(
         rows: which queries, as indices into dimension L of q
         packed_mask, geometry: as in `masked_attention`
         dtype: dtype of the result, fp32 or fp16; the heads are always added in fp32
-        fill: False leaves tiles without a causal key uninitialised; `triton_indexer_loss` does not read them
 
     Returns:
         [B, rows.count, Lk], without gradient
@@ -114,7 +113,6 @@ def head_sum_probs_rows(
         EVEN=is_even(length, num_keys, max(tiles.queries, tiles.keys)) and rows.count % tiles.queries == 0,
         TMA=tma,
         PRECISION=input_precision(q.dtype),
-        FILL=fill,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         maxnreg=tiles.registers,
@@ -132,7 +130,7 @@ def _probs_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, STRETCH: tl.constexpr, SPACING: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, FILL: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of the result, summed over all heads."""
     if query_start is None:  # None means 0: the constant saves time for whole sequences
@@ -186,5 +184,5 @@ def _probs_kernel(
         total = tl.where(hit, total, 0.0)
     out += (batch64 * num_rows + number) * num_keys
     target = out + (tl.arange(0, QUERIES).to(tl.int64)[:, None] * num_keys + columns[None, :])
-    if seen | FILL:
+    if seen:
         tl.store(target, total.to(out.dtype.element_ty), mask=valid[:, None] & (columns < num_keys)[None, :])

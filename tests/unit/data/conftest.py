@@ -4,8 +4,9 @@ import pytest
 import sentencepiece
 from data_corpus import document, write_corpus
 
-from gsa_data import Manifest, Tokenizer, build_manifest
 from gsa_data.faults import warn_once
+from gsa_data.shards import Manifest, build_manifest
+from gsa_data.tokenize import Tokenizer
 from helpers.chats import make_tokenizer
 
 SAMPLE = Path(__file__).parents[3] / "data" / "sample"

@@ -9,8 +9,11 @@ from typing import Any
 
 import zstandard
 
-from gsa_data import BlockStream, Manifest, StreamConfig, Tokenizer, merge_states
 from gsa_data.reader import ShardLines, ShardReader
+from gsa_data.shards import Manifest
+from gsa_data.stream import BlockStream, merge_states
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 
 WORDS = ["gate", "sparse", "query", "key", "value", "head", "token", "lane", "shard", "seed", "rank", "model"]
 

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 from data_corpus import Run, read_run
 
-from gsa_data import DataFault, StreamConfig, Tokenizer
 from gsa_data.chat import ChatFolder, parse_chat_line, read_conversations
 from gsa_data.chat_template import ChatEncoder
 from gsa_data.corpus import open_chat
 from gsa_data.documents import Document
-from gsa_data.faults import Reading, skipped_totals
+from gsa_data.faults import DataFault, Reading, skipped_totals
 from gsa_data.lanes import LONG_CONVERSATIONS
 from gsa_data.marks import TOKEN_ID, UNSCORED
 from gsa_data.ngram import scored_pairs
 from gsa_data.pack import FILLER
 from gsa_data.stream import StateMismatch
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 from gsa_data.validation import is_scored, read_validation_set
 from helpers.chats import PLAIN, TOOLS, WITH_BLOCKS, conversation, template, write_chats
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gsa_data import DataFault, Tokenizer, chat_template
+from gsa_data import chat_template
 from gsa_data.chat import ChatReader
 from gsa_data.chat_template import ChatEncoder, find_chat_template
 from gsa_data.companions import Companions
 from gsa_data.corpus import open_chat
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.marks import INSIDE, TOKEN_ID, UNSCORED
-from gsa_data.tokenize import TokenizerError
+from gsa_data.tokenize import Tokenizer, TokenizerError
 from helpers.chats import FORGETS, PLAIN, TOOLS, WITH_BLOCKS, conversation, template, write_chats
 
 transformers = pytest.importorskip("transformers")

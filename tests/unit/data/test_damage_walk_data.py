@@ -17,11 +17,11 @@ import pytest
 from data_corpus import document, write_corpus
 from test_data_indexed import write_indexed
 
-from gsa_data import DataFault, Tokenizer
 from gsa_data.content import SAMPLE_BYTES, changed_files, sample_contents
 from gsa_data.corpus import open_corpus, shard_reader
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.prepare_tokens import prepare_tokens
+from gsa_data.tokenize import Tokenizer
 from helpers.damage import Table, damages_of, files_below
 
 READING = Reading(retries=0)

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from data_corpus import write_shard
 
-from gsa_data import DataFault, build_manifest
 from gsa_data.documents import Document, parse_line, read_documents
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
+from gsa_data.shards import build_manifest
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,14 @@ from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import DataLoader
 
-from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest, rank_samples
+from gsa_data import rank_samples
 from gsa_data.documents import Document, read_documents
-from gsa_data.faults import Reading, skipped_totals, warn_once
+from gsa_data.faults import DataFault, Reading, skipped_totals, warn_once
 from gsa_data.fetch import in_time
+from gsa_data.shards import build_manifest
+from gsa_data.stream import BlockStream
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 from helpers.damage import empty
 
 NAME = "chunk1/s1.jsonl.zst"

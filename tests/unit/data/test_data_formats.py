@@ -16,11 +16,13 @@ import pytest
 import zstandard
 from data_corpus import document, line, read_run, write_shard
 
-from gsa_data import DataFault, Manifest, StreamConfig, Tokenizer, build_manifest, unpack
+from gsa_data import unpack
 from gsa_data.documents import Document, read_documents
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.parquet import SOURCE_COLUMN, parquet_rows
-from gsa_data.shards import FORMATS
+from gsa_data.shards import FORMATS, Manifest, build_manifest
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

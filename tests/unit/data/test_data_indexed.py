@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from data_corpus import document, held_by_parts
 
-from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer
 from gsa_data.corpus import Corpus, open_corpus, shard_reader
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.indexed import HEADER, IndexedFolder
 from gsa_data.lanes import LaneReader
+from gsa_data.stream import BlockStream
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=4, seed=7, prefetch_blocks=24)
 WITHOUT_EOS = 7  # every seventh document

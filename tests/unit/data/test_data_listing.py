@@ -10,9 +10,10 @@ import pytest
 import zstandard
 from data_corpus import document, line
 
-from gsa_data import DataFault, Manifest, corpus
+from gsa_data import corpus
 from gsa_data.corpus import open_corpus
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
+from gsa_data.shards import Manifest
 
 TEXT = b"".join(line(document(number)) + b"\n" for number in range(40))
 OTHER = b"".join(line(document(number)) + b"\n" for number in range(40, 90))

@@ -10,7 +10,10 @@ import zstandard
 READ = """
 import sys
 import psutil
-from gsa_data import BlockStream, StreamConfig, Tokenizer, build_manifest
+from gsa_data.shards import build_manifest
+from gsa_data.stream import BlockStream
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 
 corpus, tokenizer, shards, workers = *sys.argv[1:3], *map(int, sys.argv[3:])
 config = StreamConfig(4096, 8, seed=0, num_workers=workers)

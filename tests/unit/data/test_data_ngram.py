@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import gsa_data.ngram
-from gsa_data import fit_ngrams
+from gsa_data.ngram import fit_ngrams
 
 EOS, VOCAB = 2, 11
 RNG = np.random.default_rng(0)

@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, merge_states
 from gsa_data.best_fit import MIN_POOL_BLOCKS
 from gsa_data.corpus import open_corpus
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.lanes import stable_hash
 from gsa_data.pack import FILLER
+from gsa_data.shards import Manifest
 from gsa_data.source_weights import LEFT_OUT_OF, NO_SOURCE, TOKENS_OF
+from gsa_data.stream import BlockStream, merge_states
+from gsa_data.stream_config import StreamConfig
 
 EOS = 1
 MOST_COPIES = 6

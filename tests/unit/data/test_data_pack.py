@@ -11,11 +11,13 @@ import pytest
 import torch
 from data_corpus import read_run
 
-from gsa_data import BlockStream, Manifest, StreamConfig, Tokenizer
 from gsa_data.best_fit import best_fit, packing_shares
 from gsa_data.ngram import scored_pairs
 from gsa_data.pack import FILLER, LANE_START, Cursor, document_ids, document_starts, loss_mask
-from gsa_data.stream import StateMismatch
+from gsa_data.shards import Manifest
+from gsa_data.stream import BlockStream, StateMismatch
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 
 EOS = 2
 CONFIG = StreamConfig(

@@ -4,8 +4,8 @@ import pytest
 from data_corpus import line, write_shard
 from prepare import main
 
-from gsa_data import Tokenizer
 from gsa_data.prepare import pieces_of
+from gsa_data.tokenize import Tokenizer
 
 
 def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

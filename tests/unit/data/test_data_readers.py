@@ -12,8 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from gsa_data import BlockStream, DataFault, StreamConfig
+from gsa_data.faults import DataFault
 from gsa_data.rank_samples import group_blocks_of
+from gsa_data.stream import BlockStream
+from gsa_data.stream_config import StreamConfig
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
 
@@ -73,7 +75,10 @@ def test_readers_that_cannot_be_started_are_said_in_a_line(corpus, tokenizer, mo
 
 KILLED = """
 import array, fcntl, os, sys, termios, time
-from gsa_data import BlockStream, StreamConfig, Tokenizer, build_manifest
+from gsa_data.shards import build_manifest
+from gsa_data.stream import BlockStream
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 sample = sys.argv[1]
 # A group is 64K tokens, and a pipe holds a part of it, so that each reader is left in the middle of one.
 config = StreamConfig(seq_len_tokens=8192, num_lanes=2, seed=1, num_workers=2, prefetch_blocks=64)

@@ -9,9 +9,8 @@ import pytest
 import zstandard
 from data_corpus import document, line, write_shard
 
-from gsa_data import DataFault, build_manifest
-from gsa_data.faults import Reading
-from gsa_data.shards import read_lines
+from gsa_data.faults import DataFault, Reading
+from gsa_data.shards import build_manifest, read_lines
 
 FAIL, SKIP = Reading("fail"), Reading("skip")
 LINES = [line(document(number)) for number in range(3000)]

@@ -19,11 +19,12 @@ from data_corpus import document, write_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from test_data_indexed import write_indexed
 
-from gsa_data import DataFault, Manifest, Tokenizer, fetch
+from gsa_data import fetch
 from gsa_data.corpus import open_corpus, shard_reader
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.fetch import Pulse, ReadError, in_time
-from gsa_data.tokenize import TokenizerError
+from gsa_data.shards import Manifest
+from gsa_data.tokenize import Tokenizer, TokenizerError
 
 QUICK = Reading(retries=1, backoff_seconds=0.0, timeout_seconds=0.2)
 SILENCE = r"no answer within 0\.2 s"

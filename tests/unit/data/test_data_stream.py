@@ -12,20 +12,14 @@ import pytest
 import torch
 from data_corpus import Run, line, read_run, write_shard
 
-from gsa_data import (
-    BlockStream,
-    DataFault,
-    Manifest,
-    StreamConfig,
-    Tokenizer,
-    build_manifest,
-    merge_states,
-    replay_blocks,
-)
+from gsa_data.faults import DataFault
 from gsa_data.lanes import LaneReader
 from gsa_data.pack import Cursor
 from gsa_data.reader import TextReader
-from gsa_data.stream import StateMismatch
+from gsa_data.shards import Manifest, build_manifest
+from gsa_data.stream import BlockStream, StateMismatch, merge_states, replay_blocks
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
 

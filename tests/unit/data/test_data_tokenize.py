@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from gsa_data import Tokenizer
-from gsa_data.tokenize import TokenizerError
+from gsa_data.tokenize import Tokenizer, TokenizerError
 from gsa_data.whole_files import MOST_BYTES
 
 PROBE = "def f(x):\n\n\tif x:  # naïve 日本 😀 \0 </s>\n        return 1234"

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from data_corpus import document, line, write_corpus, write_shard
 
-from gsa_data import BlockStream, DataFault, Manifest, StreamConfig, Tokenizer
 from gsa_data.corpus import open_corpus, shard_reader
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.indexed import IndexedFolder
 from gsa_data.prepare_tokens import check_tokens, prepare_tokens
 from gsa_data.prepared import RECORD
+from gsa_data.shards import Manifest
+from gsa_data.stream import BlockStream
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=8, seed=7, prefetch_blocks=24)
 

@@ -15,10 +15,11 @@ import prepare
 import pytest
 from data_corpus import write_corpus
 
-from gsa_data import DataFault, Tokenizer, build_manifest
 from gsa_data.corpus import open_corpus, shard_reader
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.prepare_tokens import check_tokens, prepare_tokens
+from gsa_data.shards import build_manifest
+from gsa_data.tokenize import Tokenizer
 
 
 def test_command(corpus, tokenizer, tmp_path, capsys):

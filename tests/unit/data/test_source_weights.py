@@ -10,12 +10,15 @@ import pytest
 from data_corpus import document, line, read_run, write_shard
 from test_data_indexed import write_indexed
 
-from gsa_data import BlockStream, DataFault, StreamConfig, Tokenizer, build_manifest
 from gsa_data.corpus import open_corpus, shard_reader
-from gsa_data.faults import Reading
+from gsa_data.faults import DataFault, Reading
 from gsa_data.lanes import LaneReader
 from gsa_data.prepare_tokens import prepare_tokens
+from gsa_data.shards import build_manifest
 from gsa_data.source_weights import NO_SOURCE, tokens_by_source
+from gsa_data.stream import BlockStream
+from gsa_data.stream_config import StreamConfig
+from gsa_data.tokenize import Tokenizer
 
 CONFIG = StreamConfig(seq_len_tokens=32, num_lanes=12, seed=9, prefetch_blocks=24)
 

@@ -73,8 +73,8 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def visible(documents: bool) -> torch.Tensor:
-    ids = torch.tensor([[0] * 9, [0, 0, 1, 1, 1, 1, 2, 2, 2]]) if documents else None
-    return causal_mask(9, query_positions=POSITIONS, document_ids=ids)
+    ids = torch.tensor([[0] * 9, [0, 0, 1, 1, 1, 1, 2, 2, 2] if documents else [0] * 9])
+    return causal_mask(9, query_positions=POSITIONS) & (ids[:, POSITIONS, None] == ids[:, None])
 
 
 @pytest.mark.parametrize("documents", [False, True])
