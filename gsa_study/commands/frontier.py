@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, StrMethodFormatter
 
 from gsa_study.figure import plots
+from gsa_train.process.as_command import as_command
 
 PAGE, FIGURE = Path("docs/reference/performance.md"), Path("docs/figures/frontier.png")
 SECTION = "\n### Retrieval and speed of each selection\n"
@@ -49,6 +50,7 @@ def draw(ax: Axes, row: Mapping[str, str]) -> None:
         ax.annotate(name, at, xytext=(0, 6), textcoords="offset points", fontsize="small")
 
 
+@as_command()
 def main() -> None:
     figure, (ax,) = plots(9, 4.4)
     for row in table(PAGE.read_text(encoding="utf-8")):
