@@ -20,8 +20,8 @@ from gsa_train.files import append_line
 
 FAILURES = "failures.jsonl"
 """File of the study's folder with each failure of a job and each retry."""
-PLACE_FIELDS = ("run.dir",)
-"""Fields that do not change a run's results, but differ if the study starts from another folder."""
+PLACE_FIELDS = ("run.dir", "run.kernel_cache_dir")
+"""Folders that differ between places where a study starts, and do not change a run's results."""
 TEXT_FIELDS = ("data.train_dir", "data.validation_dir", "data.tokenizer")
 """Paths of texts, which differ between machines. A fingerprint tells whether the text is the same."""
 

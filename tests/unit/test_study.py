@@ -219,7 +219,8 @@ def test_changed_fields_are_named_wherever_they_are(tmp_path: Path) -> None:
     changes = ["phases.1.steps: 4 -> 5", "data.source_weights: {} -> None"]
     changes.append("data.source_weights.a: None -> 2.0")
     assert list(changed_fields(now)) == changes
-    moved = dataclasses.replace(before.config, run=dataclasses.replace(before.config.run, dir="elsewhere"))
+    places = dataclasses.replace(before.config.run, dir="elsewhere", kernel_cache_dir="there")
+    moved = dataclasses.replace(before.config, run=places)
     (before.folder / "config.yaml").write_text(config_to_yaml(moved))
     assert list(changed_fields(before)) == [], "the same folder, seen from elsewhere"
     (before.folder / "config.yaml").write_text("gsa: [")
