@@ -104,7 +104,7 @@ chaos: setup
 
 # On a machine with CUDA devices, in an environment that has torch with CUDA: PYTHON may name it.
 test-gpu:
-	$(WITH_PACKAGES) $(PYTHON) -m pytest -q -s -m gpu tests
+	$(WITH_PACKAGES) $(PYTHON) -m pytest -q -s -m gpu tests $(ARGS)
 
 # Benches of the kernels one after another, on a CUDA device: one that fails does not stop the others. BENCHES names some of them.
 # Those of whole models have a call of their own: they need megatron-core or transformers, a large device, and minutes each.
