@@ -41,6 +41,7 @@ PARTS = (
     ("norm", r"norm|GammaBeta"),
     ("split, rope, gates", r"^_?(heads_(backward_)?kernel|gate_(backward_)?kernel)"),
     ("swiglu", r"swiglu|silu"),
+    ("FP8 casts", r"^_?(magnitudes|cast)_kernel"),
     ("communication", r"nccl"),
     (
         "embedding",

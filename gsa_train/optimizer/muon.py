@@ -62,8 +62,8 @@ def orthogonalize_all(matrices: list[torch.Tensor], steps: int, dtype: torch.dty
 
 
 BATCH_ELEMENTS = 2**26
-"""Elements of the parameters that are orthogonalized together. The update takes about 20 bytes of temporary memory per
-element."""
+"""Elements of the whole matrices that are orthogonalized together. The update takes about 20 bytes of temporary memory
+per element."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,11 @@ class MatrixShard:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements on all tensor-parallel ranks."""
+        return self.numel * (1 if self.tensor_group is None else self.tensor_group.size())
 
     def whole_matrices(self, direction: torch.Tensor) -> list[torch.Tensor]:
         """Return the direction of each matrix, whole: [rows, columns] or [experts, rows, columns]. Collective over the
@@ -144,11 +149,11 @@ class Matrices:
         batch: list[int] = []
         elements = 0
         for at, shard in enumerate(self.shards):
-            if batch and elements + shard.numel > BATCH_ELEMENTS:
+            if batch and elements + shard.whole_numel > BATCH_ELEMENTS:
                 yield batch
                 batch, elements = [], 0
             batch.append(at)
-            elements += shard.numel
+            elements += shard.whole_numel
         if batch:
             yield batch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,15 @@ def test_the_update_is_that_of_the_formula(name: str, sharded: bool, monkeypatch
 
 def test_a_matrix_without_a_gradient_has_no_update() -> None:
     assert not orthogonalize(torch.zeros(4, 8), 5, torch.float32).any()
+
+
+def test_a_batch_is_limited_by_whole_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor-parallel rank holds whole matrices, so its memory must not grow with the number of ranks."""
+    monkeypatch.setattr(muon, "BATCH_ELEMENTS", 100)
+    for ranks, batches in ((1, [[0, 1, 2]]), (2, [[0, 1], [2]]), (4, [[0], [1], [2]])):
+        group: Any = SimpleNamespace(size=lambda ranks=ranks: ranks)
+        shard = MatrixShard(0, (4, 6), (4,), [(0, 24)], group, -2, torch.float32)
+        assert list(Matrices([shard] * 3, None, torch.device("cpu")).batches()) == batches
 
 
 def test_the_dry_run_counts_one_moment_of_a_matrix_and_two_of_the_rest() -> None:

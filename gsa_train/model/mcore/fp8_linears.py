@@ -61,7 +61,10 @@ class _Fp8Product(torch.autograd.Function):
         x, w = quantize((inputs, weight), E4M3, (keeps and not gathers, needs_grad), layer.tp_group)
         kept = (x.rows if gathers else x.columns) if keeps else None
         ctx.save_for_backward(kept, x.unit, w.columns, w.unit, weight)
-        rows = _gathered(x.rows, layer.tp_group) if gathers else x.rows
+        rows = x.rows
+        if gathers:
+            rows, pending = _gather(x.rows, layer.tp_group)
+            pending.wait()
         output = product(rows, w.rows, x.unit, w.unit, inputs.dtype, fast=True)
         return output.view(-1, *inputs.shape[1:-1], len(weight))
 
@@ -70,7 +73,9 @@ class _Fp8Product(torch.autograd.Function):
         kept, x_unit, w_columns, w_unit, weight = ctx.saved_tensors
         layer, group = ctx.layer, ctx.layer.tp_group
         (g,) = quantize((grad_output,), E5M2, (kept is not None,), group if layer.shards_output else None)
-        grad_input = grad_weight = pending = None
+        grad_input = grad_weight = pending = arriving = None
+        if kept is not None and ctx.gathers:  # overlaps with the computation of the input gradient
+            kept, arriving = _gather(kept, group)
         if w_columns is not None:
             grad_input = whole = product(g.rows, w_columns, g.unit, w_unit, grad_output.dtype).view(
                 -1, *ctx.shape[1:]
@@ -82,10 +87,12 @@ class _Fp8Product(torch.autograd.Function):
             elif ctx.reduces:
                 pending = dist.all_reduce(grad_input, group=group, async_op=True)
         if kept is not None and g.columns is not None:
-            columns = _gathered(kept, group).t().contiguous() if ctx.gathers else kept
+            if arriving is not None:
+                arriving.wait()
+                kept = kept.t().contiguous()  # frees the rows
             accumulates = layer.gradient_accumulation_fusion
             dtype = torch.float32 if accumulates else weight.dtype
-            grad_weight = product(g.columns, columns, g.unit, x_unit, dtype)
+            grad_weight = product(g.columns, kept, g.unit, x_unit, dtype)
             if accumulates:  # as in grad_accumulation_fusion.weight_gradient
                 weight.main_grad.add_(grad_weight)
                 weight.grad_added_to_main_grad = True
@@ -143,8 +150,8 @@ def product(
     return torch._scaled_mm(a, b.t(), scale_a=a_unit, scale_b=b_unit, out_dtype=dtype, use_fast_accum=fast)
 
 
-def _gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All-gather FP8 rows, as bytes, because the backends lack FP8."""
+def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    """All-gather FP8 rows, as bytes, because the backends lack FP8. Return them and the collective to wait for."""
     whole = shard.new_empty(group.size() * len(shard), *shard.shape[1:])
-    dist.all_gather_into_tensor(whole.view(torch.uint8), shard.view(torch.uint8), group=group)
-    return whole
+    as_bytes = whole.view(torch.uint8), shard.view(torch.uint8)
+    return whole, dist.all_gather_into_tensor(*as_bytes, group=group, async_op=True)

@@ -4,11 +4,13 @@ and tests/gpu/test_fp8_on_gpu.py; tensor parallelism: tests/distributed/test_fp8
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gsa_kernels.fused.fp8.reference import E4M3, E5M2
 from gsa_train.checkpoint.load import load_checkpoint
@@ -53,13 +55,13 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def products(
-    x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor, accumulates: bool
+    x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor, accumulates: bool, gathers: bool = False
 ) -> tuple[torch.Tensor, ...]:
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     group = single_rank().groups.tp
     layer = SimpleNamespace(tp_group=group, shards_output=True, gradient_accumulation_fusion=accumulates)
     main_grad = w.main_grad = torch.ones(w.shape)  # type: ignore[attr-defined] - megatron-core's attribute
-    output = _Fp8Product.apply(x, w, layer, True, False, False)
+    output = _Fp8Product.apply(x, w, layer, True, gathers, False)
     output.backward(grad)
     assert x.grad is not None
     assert w.grad is not None
@@ -81,6 +83,21 @@ def test_outputs_and_gradients_have_the_error_of_rounded_operands(accumulates: b
         torch.testing.assert_close(found.double(), defined, rtol=1e-5, atol=1e-5 * float(defined.abs().max()))
         # E4M3 rounds by at most 1 part in 16, E5M2 by 1 in 8.
         assert 0.01 < (found - unrounded).norm() / unrounded.norm() < 0.08
+
+
+def test_the_reduction_of_the_input_gradient_waits_for_no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collectives of a group run in their order. If the input were gathered after the reduce-scatter, the product
+    of the weight's gradient would wait for both."""
+    calls: list[str] = []
+
+    def call(name: str, collective: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(name)
+        return collective(*arguments, **options)
+
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        monkeypatch.setattr(dist, name, partial(call, name, getattr(dist, name)))
+    products(torch.randn(16, 4, 48), torch.randn(32, 48), torch.randn(16, 4, 32), True, gathers=True)
+    assert calls == ["all_gather_into_tensor"] * 2 + ["reduce_scatter_tensor"]
 
 
 @pytest.mark.usefixtures("on_this_device")

@@ -31,7 +31,10 @@ def attached(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def with_same_largest(x: torch.Tensor) -> torch.Tensor:
-    """Return what `attached` attached to x, or x itself, also if x was changed since."""
+    """Return what `attached` attached to x. If x has nothing attached or was changed since, return x itself.
+
+    torch counts changes by its own operators, not those by kernels, collectives or `.data`.
+    """
     found = getattr(x, "fp8_magnitudes", None)
     return found[0] if found is not None and found[1] == x._version else x
 
