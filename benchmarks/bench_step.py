@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--sequences", type=int, default=8, help="per optimizer step")
     parser.add_argument("--warm-up-seconds", type=float, default=10.0)
-    parser.add_argument("--steps", type=int, default=10, help="turns of three steps")
+    parser.add_argument("--turns", type=int, default=10, help="of three steps each")
     parser.add_argument("--no-profile", action="store_true")
     step_sweep.add_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -108,7 +108,7 @@ def main() -> int:
         for micro_batch in arguments.micro_batch:
             for one in filter(None, (reference, subject)):
                 one.set_micro_batch(micro_batch)
-            turns = Turns(arguments.warm_up_seconds, arguments.steps)
+            turns = Turns(arguments.warm_up_seconds, arguments.turns)
             row = measure(subject, reference, turns, not arguments.no_profile)
             rows.append(row)
             print(f"{name}, micro-batch {micro_batch}: {row.step_ms:.1f} ms, MFU {100 * row.mfu:.1f}%")

@@ -194,7 +194,7 @@ class Sweep:
     def _row(self, subject: Subject, reference: Subject | None, case: StepCase) -> Cells:
         for _ in range(1 + subject.bench.warm_up_steps):
             subject.step_seconds()  # compiles
-        turns = Turns(self.arguments.seconds / 5, self.arguments.steps, self.arguments.seconds)
+        turns = Turns(self.arguments.seconds / 5, self.arguments.turns, self.arguments.seconds)
         row = measure(subject, reference, turns, not self.arguments.no_profile)
         in_turn = reference is not None or case.model == STANDARD
         parts = dict.fromkeys(COLUMNS, 0.0)

@@ -41,7 +41,7 @@ def test_bench_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(bench_step, "shutdown_parallel", lambda: None)  # it serves other tests, too
     monkeypatch.setattr(bench_step, "load", load)
     monkeypatch.setattr(bench_step, "Subject", Subject)
-    options = ["--micro-batch=1", "--sequences=1", "--steps=2", "--warm-up-seconds=0", "--no-profile"]
+    options = ["--micro-batch=1", "--sequences=1", "--turns=2", "--warm-up-seconds=0", "--no-profile"]
     monkeypatch.setattr(sys, "argv", ["bench_step.py", "--out", str(tmp_path), *options, "--configs", *names])
     assert bench_step.main() == 0
     standard, *others = names
