@@ -159,14 +159,12 @@ def load_weights(
     weight_bias_ptr,
     tokens,
     row_ok,
-    scale,
     HI: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
 ):
-    """Load the weights [BLOCK_ROWS] and the bias per head, and the constant term of every score. With ReLU the weights
-    include `scale`, because relu(scale z) = scale relu(z)."""
+    """Load the weights [BLOCK_ROWS] and the bias per head, and the constant term of every score."""
     weights = ()
     biases = ()
     base = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
@@ -179,8 +177,6 @@ def load_weights(
             weight = tl.sigmoid(weight)
             if score_bias_ptr is not None:
                 bias = tl.load(score_bias_ptr + head).to(tl.float32)
-        if not SIGMOID:
-            weight = weight * scale
         if SIGMOID and TANH:  # w sigmoid(z) = w/2 + w/2 tanh(z/2)
             weight = weight * 0.5
             bias = bias * 0.5
@@ -225,9 +221,9 @@ def tile_scores(
     if TANH and SIGMOID:
         scores += base[:, None]
     for head in tl.static_range(HI):
-        logits = tl.dot(queries[head], keys, input_precision=PRECISION)
+        logits = tl.dot(queries[head], keys, input_precision=PRECISION) * scale
         if SIGMOID:
-            logits = logits * scale + biases[head]
+            logits += biases[head]
             activated = fast_tanh(logits) if TANH else tl.sigmoid(logits)
         else:
             # This maximum keeps a NaN. A plain maximum on a GPU returns the number instead.
@@ -294,7 +290,7 @@ def _scores_kernel(
 
     queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D)
     weights, biases, base = load_weights(
-        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, scale, HI, BLOCK_ROWS, SIGMOID, TANH
+        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, HI, BLOCK_ROWS, SIGMOID, TANH
     )
     for col in range(first_col, end_col, BLOCK_COLS):
         scores = tile_scores(

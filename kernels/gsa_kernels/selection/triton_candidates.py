@@ -222,7 +222,7 @@ def _candidates_kernel(
 
     queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D)
     weights, biases, base = load_weights(
-        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, scale, HI, BLOCK_ROWS, SIGMOID, TANH
+        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, HI, BLOCK_ROWS, SIGMOID, TANH
     )
     chunk_rows = row_stop - row_start
     chunk_row = batch * chunk_rows + rows - row_start
