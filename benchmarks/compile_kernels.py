@@ -29,7 +29,6 @@ from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy
 from gsa_kernels.fused.fp8.op import fused_magnitudes, fused_quantize
 from gsa_kernels.fused.fp8.reference import E4M3, E5M2
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
-from gsa_kernels.fused.rms_norm.op import fused_rms_norm
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.sums.op import add_column_sums, add_total
 from gsa_kernels.fused.swiglu.op import fused_swiglu
@@ -137,7 +136,6 @@ def run_fused(config: Config) -> None:
         )
     )
     backward(fused_sigmoid_gate(zeros(ROWS, width), zeros(ROWS, width)))
-    backward(fused_rms_norm(zeros(ROWS, model.hidden_size), zeros(model.hidden_size), 1e-5))
     backward(fused_swiglu(zeros(ROWS, 2 * model.ffn_hidden_size)))
     backward(fused_weighted_swiglu(zeros(ROWS, 2 * model.ffn_hidden_size), torch.zeros(ROWS)))
     backward(vocab_parallel_cross_entropy(zeros(ROWS, 32768), torch.zeros(ROWS, dtype=torch.int64)))

@@ -52,6 +52,7 @@ from gsa_train.model.mcore import build, fp8_linears, moe_layer
 from gsa_train.model.mcore import config as mcore_config
 from gsa_train.model.mcore import grad_accumulation_fusion as weight_gradients
 from gsa_train.model.mcore.build import build_model
+from gsa_train.model.mcore.norm import RMSNorm
 from gsa_train.model.moe import token_exchange
 from gsa_train.model.moe.token_exchange import Exchange
 from gsa_train.optimizer import mcore as optim
@@ -204,6 +205,7 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (build, "initialize_weights", lambda chunk, config, parallel: None),
             # Everything is on the device, in its precision.
             (torch.nn.Module, "_apply", lambda self, fn, recurse=True: self),
+            (RMSNorm, "forward", lambda self, x: _FusedRMSNorm.apply(x, self.weight)),
             (torch.nn.functional, "rms_norm", lambda x, size, weight, eps: _FusedRMSNorm.apply(x, weight)),
             # The operation is in place, as in cuBLAS.
             (accumulate, "wgrad_gemm_accum_fp32", staticmethod(lambda inputs, grad, main_grad: None)),

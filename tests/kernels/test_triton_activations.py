@@ -1,7 +1,4 @@
-"""Compares SwiGLU, RMSNorm and the sigmoid gate by Triton with their references, and checks a dtype that no kernel
-supports."""
-
-from functools import partial
+"""Compares SwiGLU and the sigmoid gate by Triton with their references, and checks a dtype that no kernel supports."""
 
 import pytest
 import torch
@@ -18,9 +15,6 @@ from layer_kernels import (
 from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy
 from gsa_kernels.fused.gates.op import BLOCK, fused_sigmoid_gate
 from gsa_kernels.fused.gates.reference import sigmoid_gate
-from gsa_kernels.fused.rms_norm import op as rms_norm_op
-from gsa_kernels.fused.rms_norm.op import fused_rms_norm
-from gsa_kernels.fused.rms_norm.reference import rms_norm
 from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.fused.swiglu.reference import swiglu, weighted_swiglu
@@ -84,7 +78,6 @@ def test_fp16_is_refused_by_all():
     for call in (
         lambda: fused_swiglu(half),
         lambda: fused_weighted_swiglu(half[0], torch.zeros(2)),
-        lambda: fused_rms_norm(half, half[0, 0], 1e-5),
         lambda: fused_sigmoid_gate(half, half),
         lambda: fused_split_rotate_gate(half, None, tables, tables, **options),
         lambda: vocab_parallel_cross_entropy(flat, torch.zeros(2, dtype=torch.int64)),
@@ -119,44 +112,3 @@ def test_sigmoid_gate_of_other_orders_of_memory(device):
 def test_sigmoid_gate_refuses(logits, message):
     with pytest.raises(ValueError, match=message):
         fused_sigmoid_gate(torch.zeros(2, 4), logits)
-
-
-# --- RMSNorm ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "programs"), [((3, 2, 74), 512), ((70, 1030), 8), ((133, 16), 3), ((1, 1), 512)]
-)
-def test_rms_norm(device, shape, programs, monkeypatch):
-    monkeypatch.setattr(rms_norm_op, "PROGRAMS", programs)  # few: each takes several tiles
-    for dtype in DTYPES:
-        x = (torch.randn(shape, device=device) * 3).to(dtype)
-        x.view(-1, shape[-1])[0] = 0.0
-        weight = torch.randn(shape[-1], device=device).to(dtype)
-        grad = torch.randn(shape, device=device)
-        found = compare(partial(fused_rms_norm, eps=1e-5), partial(rms_norm, eps=1e-5), [x, weight], [grad])
-        weight.requires_grad_().main_grad = torch.full(shape[-1:], 0.5, device=device)
-        fused_rms_norm(x, weight, 1e-5, accumulates=True).backward(grad.to(dtype))
-        assert weight.grad_added_to_main_grad
-        torch.testing.assert_close(
-            weight.main_grad - 0.5, found[2].float(), rtol=1e-2, atol=1e-2 * found[2].abs().max()
-        )
-
-
-def test_rms_norm_of_nothing(device):
-    x, weight = (
-        torch.empty(0, 8, device=device, requires_grad=True),
-        torch.ones(8, device=device, requires_grad=True),
-    )
-    fused_rms_norm(x, weight, 1e-5).sum().backward()
-    assert x.grad.shape == (0, 8)
-    assert not weight.grad.any()
-
-
-def test_rms_norm_refuses_other_weights():
-    for weight, message in (
-        (torch.ones(5), r"weight has shape \(5,\)"),
-        (torch.ones(4).bfloat16(), "pass torch.float32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            fused_rms_norm(torch.zeros(2, 4), weight, 1e-5)

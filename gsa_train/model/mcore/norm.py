@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-
-from gsa_train.model.mcore.config import GSATransformerConfig
+from megatron.core.transformer import TransformerConfig
 
 
 class RMSNorm(torch.nn.Module):
@@ -17,22 +14,12 @@ class RMSNorm(torch.nn.Module):
     over these ranks. megatron-core does this if the weight's attribute `sequence_parallel` is True.
     """
 
-    def __init__(
-        self, config: GSATransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
-        self.accumulates = config.gradient_accumulation_fusion
-        self.norm: Callable[..., torch.Tensor] | None = None
-        if config.fused_ops:
-            from gsa_kernels.fused.rms_norm.op import fused_rms_norm  # imports Triton
-
-            self.norm = fused_rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.norm is not None:
-            return self.norm(x, self.weight, self.eps, self.accumulates and self.weight.requires_grad)
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

@@ -1,7 +1,7 @@
 """Estimate the memory of each rank's device in a training step, from a config alone.
 
 The estimate counts, tensor by tensor, what the layers keep (layer.py), and what is used in addition at the peak
-(moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), megatron-core's
+(moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
 linear layers. For attention in plain torch, it counts only large tensors. Tests compare the estimate with traces of the
 real step (tests/unit/test_memory_trace.py).
 
