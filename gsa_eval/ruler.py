@@ -112,11 +112,11 @@ def _hide(
     return " ".join(parts), hidden_at
 
 
-def _chain(rng: random.Random, size: int) -> tuple[str, str, list[str]]:
+def _chain(rng: random.Random, size: int, hops: int = 4) -> tuple[str, str, list[str]]:
     """Returns noise with variables that take their value from each other: text, value, names."""
     value = str(rng.randrange(10**4, 10**5))
     names: list[str] = []
-    while len(names) < 5:
+    while len(names) < hops + 1:
         name = letters(rng, 5, string.ascii_uppercase)
         names += [name] * (name not in names)
     lines = [f"VAR {names[0]} = {value}."]

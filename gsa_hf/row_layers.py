@@ -82,11 +82,17 @@ def leave(h: torch.Tensor, attended: Any, layer: Any, sizes: Any) -> torch.Tenso
 
 
 def pass_on(
-    h: torch.Tensor, attended: Any, left: tuple[Any, Any], entered: tuple[Any, Any], *place: Any
+    h: torch.Tensor,
+    attended: Any,
+    left: tuple[Any, Any],
+    entered: tuple[Any, Any],
+    cache: Any,
+    slot: torch.Tensor,
+    rotary: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Run `leave` of this layer and `enter` of the next layer."""
     h = leave(h, attended, *left)
-    return h, enter(h, *entered, *place)
+    return h, enter(h, *entered, cache, slot, rotary)
 
 
 def finish(

@@ -34,8 +34,8 @@ def test_products_match_their_definition(
     m, k, n = shape
     a, b = (torch.randn(size, k, device="cuda", dtype=torch.bfloat16) for size in (m, n))
     x, y = (quantize([t], f8, (False,), None)[0] for t, f8 in ((a * 1e-6, left), (b, E4M3)))
-    found = product(x.rows, y.rows, x.unit, y.unit, dtype, fast)
-    expected = reference.product(x.rows, y.rows, x.unit, y.unit, torch.float64)
+    found = product(x.rows, y.rows, x.inverse_scale, y.inverse_scale, dtype, fast)
+    expected = reference.product(x.rows, y.rows, x.inverse_scale, y.inverse_scale, torch.float64)
     assert found.dtype == dtype
     # bf16 rounds by at most 2^-9. The tensor cores keep about 14 bits of a sum.
     assert (found - expected).norm() < (3e-3 if dtype == torch.bfloat16 or fast else 1e-3) * expected.norm()
@@ -48,10 +48,10 @@ def test_large_matrices_have_the_bits_of_the_definition(dtype: torch.dtype) -> N
     shapes = ((16384, 5504), (2048, 5504), (16, 16), (4112, 1376))
     matrices = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     for pair in (matrices[:2], matrices[2:], matrices[:1]):
-        turns = tuple(True for _ in pair)
+        transposes = tuple(True for _ in pair)
         found, defined = (op(*pair) for op in (fused_magnitudes, reference.magnitudes))
         assert torch.equal(found.amax(1), defined.amax(1))
-        ours, theirs = (op(pair, found, dtype, turns) for op in (fused_quantize, reference.quantize))
+        ours, theirs = (op(pair, found, dtype, transposes) for op in (fused_quantize, reference.quantize))
         for one, other in zip(ours, theirs, strict=True):
             for this, that in zip(one, other, strict=True):
                 assert torch.equal(*(each.flatten().view(torch.uint8) for each in (this, that)))

@@ -31,16 +31,18 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.float().nan_to_num(nan=1e9).view(torch.int32)
 
 
-def check(matrices: list[torch.Tensor], dtype: torch.dtype, turns: tuple[bool, ...]) -> list[Quantized]:
+def check(matrices: list[torch.Tensor], dtype: torch.dtype, transposes: tuple[bool, ...]) -> list[Quantized]:
     """Compare the bits, except the sign of NaN, and return what the kernels find."""
     candidates = fused_magnitudes(*matrices)
     largest, defined = (each.amax(1).view(torch.float32) for each in (candidates, magnitudes(*matrices)))
     assert torch.equal(bits(largest), bits(defined))
-    found = fused_quantize(matrices, candidates, dtype, turns)
-    for ours, theirs, turn in zip(found, quantize(matrices, candidates, dtype, turns), turns, strict=True):
+    found = fused_quantize(matrices, candidates, dtype, transposes)
+    for ours, theirs, transposed in zip(
+        found, quantize(matrices, candidates, dtype, transposes), transposes, strict=True
+    ):
         assert torch.equal(bits(ours.rows), bits(theirs.rows))
-        assert torch.equal(bits(ours.unit), bits(theirs.unit))
-        assert (ours.columns is not None) == turn
+        assert torch.equal(bits(ours.inverse_scale), bits(theirs.inverse_scale))
+        assert (ours.columns is not None) == transposed
         if ours.columns is not None:
             assert torch.equal(bits(ours.columns), bits(ours.rows).t())
     return found
@@ -59,11 +61,11 @@ def test_every_bf16_number_is_rounded_once(share: float, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", BOTH)
-@pytest.mark.parametrize("turns", [(False, True), (True, False)])
-def test_two_matrices_at_once(turns: tuple[bool, bool], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("transposes", [(False, True), (True, False)])
+def test_two_matrices_at_once(transposes: tuple[bool, bool], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(144, 80) * torch.randn(80).exp(), torch.randn(16, 208)
-    check([each.to(DEVICE, torch.bfloat16) for each in (x, w)], dtype, turns)
+    check([each.to(DEVICE, torch.bfloat16) for each in (x, w)], dtype, transposes)
 
 
 @pytest.mark.parametrize("count", [1, 6, 131])
@@ -78,7 +80,7 @@ def test_numbers_without_a_scale(content: str) -> None:
     x = torch.randn(32, 48) * {"zeros": 0.0, "tiny": 1e-35}.get(content, 1.0)
     x[3, 5] = {"NaN": float("nan"), "infinity": float("inf")}.get(content, 0.0)
     (found,) = check([x.to(DEVICE, torch.bfloat16)], E4M3, (True,))
-    values = found.rows.float() * found.unit
+    values = found.rows.float() * found.inverse_scale
     assert values.isnan().all() if content in ("NaN", "infinity") else values.abs().max() < 1e-34
 
 

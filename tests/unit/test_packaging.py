@@ -126,3 +126,9 @@ def test_a_config_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
         ValueError, match=r"or a name: convert_135m, demo, demo_moe, demo_sft, gated_only_1\.7b"
     ):
         load_config("dmo")
+
+
+def test_gsa_data_has_every_name_that_it_lists() -> None:
+    assert all(getattr(gsa_data, name).__module__.startswith("gsa_data.") for name in gsa_data.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'BlokStream'"):
+        gsa_data.BlokStream  # noqa: B018

@@ -60,26 +60,26 @@ class _Fp8Product(torch.autograd.Function):
         # The maximum over ranks does not change the value of an input that all ranks have.
         x, w = quantize((inputs, weight), E4M3, (keeps and not gathers, needs_grad), layer.tp_group)
         kept = (x.rows if gathers else x.columns) if keeps else None
-        ctx.save_for_backward(kept, x.unit, w.columns, w.unit, weight)
+        ctx.save_for_backward(kept, x.inverse_scale, w.columns, w.inverse_scale, weight)
         rows = x.rows
         if gathers:
             rows, pending = _gather(x.rows, layer.tp_group)
             pending.wait()
-        output = product(rows, w.rows, x.unit, w.unit, inputs.dtype, fast=True)
+        output = product(rows, w.rows, x.inverse_scale, w.inverse_scale, inputs.dtype, fast=True)
         return output.view(-1, *inputs.shape[1:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, x_unit, w_columns, w_unit, weight = ctx.saved_tensors
+        kept, x_inverse_scale, w_columns, w_inverse_scale, weight = ctx.saved_tensors
         layer, group = ctx.layer, ctx.layer.tp_group
         (g,) = quantize((grad_output,), E5M2, (kept is not None,), group if layer.shards_output else None)
         grad_input = grad_weight = pending = arriving = None
         if kept is not None and ctx.gathers:  # overlaps with the computation of the input gradient
             kept, arriving = _gather(kept, group)
         if w_columns is not None:
-            grad_input = whole = product(g.rows, w_columns, g.unit, w_unit, grad_output.dtype).view(
-                -1, *ctx.shape[1:]
-            )
+            grad_input = whole = product(
+                g.rows, w_columns, g.inverse_scale, w_inverse_scale, grad_output.dtype
+            ).view(-1, *ctx.shape[1:])
             # The reduction overlaps with the computation of the weight gradient.
             if ctx.gathers:
                 grad_input = whole.new_empty(ctx.shape)
@@ -92,7 +92,7 @@ class _Fp8Product(torch.autograd.Function):
                 kept = kept.t().contiguous()  # frees the rows
             accumulates = layer.gradient_accumulation_fusion
             dtype = torch.float32 if accumulates else weight.dtype
-            grad_weight = product(g.columns, kept, g.unit, x_unit, dtype)
+            grad_weight = product(g.columns, kept, g.inverse_scale, x_inverse_scale, dtype)
             if accumulates:  # as in grad_accumulation_fusion.weight_gradient
                 weight.main_grad.add_(grad_weight)
                 weight.grad_added_to_main_grad = True
@@ -105,14 +105,14 @@ class _Fp8Product(torch.autograd.Function):
 def quantize(
     tensors: Sequence[torch.Tensor],
     dtype: torch.dtype,
-    turns: Sequence[bool],
+    transposes: Sequence[bool],
     group: dist.ProcessGroup | None,
 ) -> list[Quantized]:
     """Quantize one or two matrices.
 
     Args:
         tensors: [..., K]
-        turns: for each matrix, whether to return the transpose, too
+        transposes: for each matrix, whether to return the transpose, too
         group: ranks with shards of the matrices
     """
     find, cast = operations(tensors[0].is_cuda)
@@ -120,7 +120,7 @@ def quantize(
     bits = find(*map(with_same_largest, tensors))
     if group is not None and group.size() > 1:
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
-    return cast([x.flatten(0, -2) for x in tensors], bits, dtype, turns)
+    return cast([x.flatten(0, -2) for x in tensors], bits, dtype, transposes)
 
 
 def operations(on_gpu: bool) -> tuple[Callable[..., torch.Tensor], Callable[..., list[Quantized]]]:
@@ -135,19 +135,21 @@ def operations(on_gpu: bool) -> tuple[Callable[..., torch.Tensor], Callable[...,
 def product(
     a: torch.Tensor,
     b: torch.Tensor,
-    a_unit: torch.Tensor,
-    b_unit: torch.Tensor,
+    a_inverse_scale: torch.Tensor,
+    b_inverse_scale: torch.Tensor,
     dtype: torch.dtype,
     fast: bool = False,
 ) -> torch.Tensor:
-    """Compute a [M, K] @ b [N, K]^T * a_unit * b_unit on the tensor cores, or on CPUs by the reference.
+    """Compute a [M, K] @ b [N, K]^T times both inverse scales on the tensor cores, or on CPUs by the reference.
 
     Args:
         fast: accumulate in the registers of the tensor cores, which keep fewer bits than fp32.
     """
     if not a.is_cuda:
-        return reference.product(a, b, a_unit, b_unit, dtype)
-    return torch._scaled_mm(a, b.t(), scale_a=a_unit, scale_b=b_unit, out_dtype=dtype, use_fast_accum=fast)
+        return reference.product(a, b, a_inverse_scale, b_inverse_scale, dtype)
+    return torch._scaled_mm(
+        a, b.t(), scale_a=a_inverse_scale, scale_b=b_inverse_scale, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 def _gather(shard: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:

@@ -42,7 +42,7 @@ def fused_magnitudes(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def fused_quantize(
-    matrices: Sequence[torch.Tensor], bits: torch.Tensor, dtype: torch.dtype, turns: Sequence[bool]
+    matrices: Sequence[torch.Tensor], bits: torch.Tensor, dtype: torch.dtype, transposes: Sequence[bool]
 ) -> list[Quantized]:
     """Implement `quantize` of fused/fp8/reference.py, bit for bit, for one or two matrices.
 
@@ -52,13 +52,13 @@ def fused_quantize(
     """
     x, w = matrices[0], matrices[-1]
     found, tiles = [], []
-    for each, turn in zip(matrices, turns, strict=True):
+    for each, transposed in zip(matrices, transposes, strict=True):
         count, width = each.shape
-        if (turn and count % FP8_MULTIPLE) or not each.is_contiguous():
+        if (transposed and count % FP8_MULTIPLE) or not each.is_contiguous():
             wanted = f"contiguous rows, for a transpose a multiple of {FP8_MULTIPLE}"
             raise ValueError(f"a matrix has shape {(count, width)}, strides {each.stride()}; pass {wanted}")
         rows = torch.empty(count, width, dtype=dtype, device=x.device)
-        columns = torch.empty(width, count, dtype=dtype, device=x.device) if turn else None
+        columns = torch.empty(width, count, dtype=dtype, device=x.device) if transposed else None
         found.append(Quantized(rows, columns, torch.empty((), dtype=torch.float32, device=x.device)))
         tiles.append(ceil_div(count, ROWS) * ceil_div(width, COLUMNS))
     of_x, of_w = (*found[0], *x.shape), (*found[-1], *w.shape)
@@ -95,13 +95,13 @@ def _cast_kernel(
     x,
     x_rows,
     x_columns,
-    x_unit,
+    x_inverse_scale,
     x_count,
     x_width,
     w,
     w_rows,
     w_columns,
-    w_unit,
+    w_inverse_scale,
     w_count,
     w_width,
     bits,
@@ -116,22 +116,22 @@ def _cast_kernel(
     # The end was read or written last, and is still in the L2 cache.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     if tile < x_tiles:
-        scale = _scale(bits, x_unit, tile, LIMIT, SMALLEST, PARTS)
+        scale = _scale(bits, x_inverse_scale, tile, LIMIT, SMALLEST, PARTS)
         _cast(x, x_rows, x_columns, x_count, x_width, scale, tile, WORD, ROWS, COLUMNS)
     else:
         tile -= x_tiles
-        scale = _scale(bits + PARTS, w_unit, tile, LIMIT, SMALLEST, PARTS)
+        scale = _scale(bits + PARTS, w_inverse_scale, tile, LIMIT, SMALLEST, PARTS)
         _cast(w, w_rows, w_columns, w_count, w_width, scale, tile, WORD, ROWS, COLUMNS)
 
 
 @triton.jit
-def _scale(bits, unit, tile, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, PARTS: tl.constexpr):
+def _scale(bits, inverse_scale, tile, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, PARTS: tl.constexpr):
     """Return the factor of the values. The first program writes its inverse, which a product multiplies with."""
     magnitude = tl.max(tl.load(bits + tl.arange(0, PARTS))).to(tl.float32, bitcast=True)
     magnitude = tl.where(magnitude < SMALLEST, SMALLEST, magnitude)  # keeps NaN
     limit = tl.full([], LIMIT, tl.float32)
     if tile == 0:
-        tl.store(unit, tl.div_rn(magnitude, limit))
+        tl.store(inverse_scale, tl.div_rn(magnitude, limit))
     return tl.div_rn(limit, magnitude)
 
 

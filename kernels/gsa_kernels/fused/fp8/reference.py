@@ -12,13 +12,13 @@ SMALLEST = 1e-30
 
 
 class Quantized(NamedTuple):
-    """Holds an FP8 matrix [M, K]. It approximates `rows * unit`."""
+    """Holds an FP8 matrix [M, K]. It approximates `rows * inverse_scale`."""
 
     rows: torch.Tensor
     """[M, K], contiguous"""
     columns: torch.Tensor | None
     """The transpose [K, M], contiguous; None if not requested"""
-    unit: torch.Tensor
+    inverse_scale: torch.Tensor
     """Scale, fp32, 0-d"""
 
 
@@ -49,7 +49,7 @@ def magnitudes(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(
-    matrices: Sequence[torch.Tensor], bits: torch.Tensor, dtype: torch.dtype, turns: Sequence[bool]
+    matrices: Sequence[torch.Tensor], bits: torch.Tensor, dtype: torch.dtype, transposes: Sequence[bool]
 ) -> list[Quantized]:
     """Round each matrix [M, K] to FP8, scaled so that its largest magnitude becomes the format's largest number.
 
@@ -57,22 +57,27 @@ def quantize(
 
     Args:
         bits: result of `magnitudes`
-        turns: for each matrix, whether to return the transpose, too
+        transposes: for each matrix, whether to return the transpose, too
     """
     found = []
-    for x, largest, turn in zip(matrices, bits.amax(1), turns, strict=True):
+    for x, largest, transposed in zip(matrices, bits.amax(1), transposes, strict=True):
         amax = largest.view(torch.float32).clamp(min=SMALLEST)
-        limit = torch.full_like(
-            amax, torch.finfo(dtype).max
-        )  # a number's inverse would be rounded before the product
+        # A tensor, because torch multiplies by a rounded inverse instead of dividing by a number.
+        limit = torch.full_like(amax, torch.finfo(dtype).max)
         rows = (x.float() * (limit / amax)).to(dtype)
-        found.append(Quantized(rows.contiguous(), rows.t().contiguous() if turn else None, amax / limit))
+        found.append(
+            Quantized(rows.contiguous(), rows.t().contiguous() if transposed else None, amax / limit)
+        )
     return found
 
 
 def product(
-    a: torch.Tensor, b: torch.Tensor, a_unit: torch.Tensor, b_unit: torch.Tensor, dtype: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_inverse_scale: torch.Tensor,
+    b_inverse_scale: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute a [M, K] @ b [N, K]^T * a_unit * b_unit in fp32 (fp64 if `dtype` is) and round it."""
+    """Compute a [M, K] @ b [N, K]^T * a_inverse_scale * b_inverse_scale in fp32 (fp64 if `dtype` is) and round it."""
     accumulator = torch.promote_types(torch.float32, dtype)
-    return ((a.to(accumulator) @ b.to(accumulator).t()) * (a_unit * b_unit)).to(dtype)
+    return ((a.to(accumulator) @ b.to(accumulator).t()) * (a_inverse_scale * b_inverse_scale)).to(dtype)
