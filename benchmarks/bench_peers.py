@@ -108,7 +108,7 @@ def attempt(action: Callable[..., T], *arguments: Any) -> T | str:
     """Return the action's result, or the last line of its exception, and free the memory that it used."""
     try:
         return action(*arguments)
-    except Exception as error:  # noqa: BLE001  # one peer must not end the bench
+    except Exception as error:  # noqa: BLE001  # the row says it, and the other peers go on
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:REASON_LETTERS]
     finally:
@@ -176,11 +176,13 @@ def time_peer(peer: Peer, length: int, keys: int) -> dict[str, float]:
 
 
 def measure_top_k(report: harness.Report, lengths: list[int], keys: int) -> None:
-    note = attempt(refuse_missing, *CUDNN)
-    for length in [] if note else lengths:
-        note = note or attempt(time_top_k, report, length, keys)
-    if note:
-        add_row(report, TOP_K, "top k of given scores", keys=keys, note=note)
+    computes = "top k of given scores"
+    if missing := attempt(refuse_missing, *CUDNN):
+        add_row(report, TOP_K, computes, keys=keys, note=missing)
+        return
+    for length in lengths:
+        if note := attempt(time_top_k, report, length, keys):
+            add_row(report, TOP_K, computes, length, keys, note=note)
 
 
 def time_top_k(report: harness.Report, length: int, keys: int) -> None:

@@ -60,7 +60,7 @@ def products(
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     group = single_rank().groups.tp
     layer = SimpleNamespace(tp_group=group, shards_output=True, gradient_accumulation_fusion=accumulates)
-    main_grad = w.main_grad = torch.ones(w.shape)  # type: ignore[attr-defined] - megatron-core's attribute
+    main_grad = w.main_grad = torch.ones(w.shape)  # type: ignore[attr-defined]  # megatron-core adds it
     output = _Fp8Product.apply(x, w, layer, True, gathers, False)
     output.backward(grad)
     assert x.grad is not None

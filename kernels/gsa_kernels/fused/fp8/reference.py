@@ -26,7 +26,7 @@ def attached(x: torch.Tensor, count: int) -> torch.Tensor:
     """Attach an fp32 tensor [count] to x and return it. What writes x also writes magnitudes of x there, with the
     largest among them."""
     largest = torch.empty(count, dtype=torch.float32, device=x.device)
-    x.fp8_magnitudes = largest, x._version  # type: ignore[attr-defined] # our attribute
+    x.fp8_magnitudes = largest, x._version  # type: ignore[attr-defined]  # torch allows attributes of our own
     return largest
 
 
