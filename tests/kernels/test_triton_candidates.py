@@ -40,6 +40,10 @@ RULES = {
 }  # fmt: skip
 
 
+EIGHT_HEADS: dict[str, Any] = {"heads": 8, "activation": "relu"}
+"""As in the recommended indexer. More than four heads have larger tiles."""
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_buffers(monkeypatch, op, score_chunks, lists_op, candidates, triton_select_long)
@@ -112,6 +116,7 @@ def check_rows_of_whole(found: Selection, whole: Selection, start: int) -> None:
     documents=[False, True],
     dtype=[torch.float32, torch.bfloat16],
     activation=["sigmoid", "relu"],
+    heads=[2, 5],
 )
 def test_selection_is_the_stable_sort_of_its_own_scores(
     device: str, options: dict[str, Any], guessed: list[range], failures: list[int]
@@ -126,6 +131,7 @@ def test_selection_is_the_stable_sort_of_its_own_scores(
         biases=not relu,
         activation=options["activation"],
         dtype=options["dtype"],
+        heads=options["heads"],
     )
     chunk = case.queries_from(start, stop)
     check(chunk, chunk.select(rule, 3, candidates_from=32), rule, 3)
@@ -291,12 +297,15 @@ def alike(case: Case) -> None:
             (12000, 8192, None, {"dtype": torch.float32}),
             (131072, 0, None, {}),
             (131072, 98304, None, {"documents": True}),
+            (131072, 98304, None, EIGHT_HEADS | {"documents": True}),
+            (33000, 24576, all_equal, EIGHT_HEADS),
+            (33000, 30001, alike, EIGHT_HEADS | {"dim": 128}),
         ]
     ],
 )
 def test_long_rows(length: int, start: int, make: Any, options: dict[str, Any], failures: list[int]) -> None:
     """Some rows are compared with a sort of their scores. Small chunks and key lists give the same bits."""
-    case = make_case("cuda", length, heads=4, dim=64, **{"dtype": torch.bfloat16} | options)
+    case = make_case("cuda", length, **{"heads": 4, "dim": 64, "dtype": torch.bfloat16} | options)
     if make is not None:
         make(case)
     chunk, num_rows = case.queries_from(start, length), length - start

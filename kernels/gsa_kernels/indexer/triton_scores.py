@@ -36,29 +36,42 @@ BF16_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, 
 FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4, stages=1)
 
 
+_MOST_PROGRAMS = 4
+"""Programs on a multiprocessor. Registers leave no room for more."""
+
+
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    """Return the tile shape. If the tiles of all heads do not fit the shared memory, the function first reduces the
-    number of stages, and then the number of rows. Key lists need the number of rows to stay a multiple of TILE_QUERIES.
+    """Return the tile shape. The tiles of all heads are in shared memory, so many heads leave room for few programs.
+
+    The function takes the largest number of stages with which the most programs share a multiprocessor. If not even one
+    program fits, it halves the number of rows. Key lists need this number to stay a multiple of TILE_QUERIES.
 
     Raises:
         ValueError: the smallest tile does not fit the GPU.
     """
     queries = inputs.indexer.queries
     heads, dim = queries.shape[2:]
-    tiles = BF16_TILES if queries.dtype == torch.bfloat16 else FLOAT_TILES
     found, vector_bytes = shared_memory(queries.device), next_power_of_2(dim) * queries.element_size()
-    while (needed := (heads * tiles.rows + tiles.stages * tiles.cols) * vector_bytes) > found:
-        if tiles.stages > 1:
-            tiles = tiles._replace(stages=tiles.stages - 1)
-        elif tiles.rows > TILE_QUERIES:
-            tiles = tiles._replace(rows=tiles.rows // 2)
-        else:
+
+    def needed(tiles: Tiles) -> int:
+        return (heads * tiles.rows + tiles.stages * tiles.cols) * vector_bytes
+
+    def programs(tiles: Tiles) -> int:
+        return min(found // needed(tiles), _MOST_PROGRAMS)
+
+    tiles = BF16_TILES if queries.dtype == torch.bfloat16 else FLOAT_TILES
+    while True:
+        choices = [tiles._replace(stages=stages) for stages in range(tiles.stages, 0, -1)]
+        best = max(choices, key=programs)  # the first one of equals
+        if programs(best):
+            return best
+        if tiles.rows == TILE_QUERIES:
             raise ValueError(
-                f"{heads} indexer heads of {dim} in {queries.dtype} need {needed // 1024} KiB of shared memory, and "
-                f"the GPU has {found // 1024} KiB; pass implementation='reference' (training: "
+                f"{heads} indexer heads of {dim} in {queries.dtype} need {needed(choices[-1]) // 1024} KiB of shared "
+                f"memory, and the GPU has {found // 1024} KiB; pass implementation='reference' (training: "
                 "gsa.attention_impl=reference)"
             )
-    return tiles
+        tiles = tiles._replace(rows=tiles.rows // 2)
 
 
 def write_scores(
@@ -159,12 +172,14 @@ def load_weights(
     weight_bias_ptr,
     tokens,
     row_ok,
+    scale,
     HI: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
 ):
-    """Load the weights [BLOCK_ROWS] and the bias per head, and the constant term of every score."""
+    """Load the weights [BLOCK_ROWS] and the bias per head, and the constant term of every score. With ReLU the weights
+    include `scale`, because relu(scale z) = scale relu(z)."""
     weights = ()
     biases = ()
     base = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
@@ -177,6 +192,8 @@ def load_weights(
             weight = tl.sigmoid(weight)
             if score_bias_ptr is not None:
                 bias = tl.load(score_bias_ptr + head).to(tl.float32)
+        if not SIGMOID:
+            weight = weight * scale
         if SIGMOID and TANH:  # w sigmoid(z) = w/2 + w/2 tanh(z/2)
             weight = weight * 0.5
             bias = bias * 0.5
@@ -221,9 +238,9 @@ def tile_scores(
     if TANH and SIGMOID:
         scores += base[:, None]
     for head in tl.static_range(HI):
-        logits = tl.dot(queries[head], keys, input_precision=PRECISION) * scale
+        logits = tl.dot(queries[head], keys, input_precision=PRECISION)
         if SIGMOID:
-            logits += biases[head]
+            logits = logits * scale + biases[head]
             activated = fast_tanh(logits) if TANH else tl.sigmoid(logits)
         else:
             # This maximum keeps a NaN. A plain maximum on a GPU returns the number instead.
@@ -290,7 +307,7 @@ def _scores_kernel(
 
     queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D)
     weights, biases, base = load_weights(
-        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, HI, BLOCK_ROWS, SIGMOID, TANH
+        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, scale, HI, BLOCK_ROWS, SIGMOID, TANH
     )
     for col in range(first_col, end_col, BLOCK_COLS):
         scores = tile_scores(

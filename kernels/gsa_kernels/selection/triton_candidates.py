@@ -3,6 +3,7 @@ row. For each row, the kernel writes one bit per key (candidate or not), the sum
 the score of each candidate."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,8 +23,16 @@ from gsa_kernels.selection.criteria import Outputs
 from gsa_kernels.selection.triton_guess import Guesses
 from gsa_kernels.selection.triton_search import count_bits, order_key, score_of_key
 
-_COLUMNS, _MAX_REGISTERS = 32, 128
-"""Keys of a tile, and registers of a thread. Four programs then share a multiprocessor."""
+
+class _Tile(NamedTuple):
+    columns: int  # keys
+    registers: int  # of a thread
+    spans: int  # spans of keys per program
+
+
+_TILE, _TILE_OF_MANY_HEADS = _Tile(32, 128, 1), _Tile(64, 168, 1)
+"""Tiles for up to 4 heads, with which four programs share a multiprocessor, and for more heads. Two loads of the keys
+feed one product for each head, so more keys per tile help many heads. Their queries leave room for three programs."""
 
 _TIED_SPANS = 8
 """Spans of keys per program in the kernel for tiles with tied rows. Such tiles are rare, and fewer programs skip the
@@ -66,10 +75,10 @@ def write_candidates(
     """
     tiles, packed_mask = score_tiles(inputs), outputs.packed_mask
     room = candidates.entries.shape[2]
-    assert room >= _COLUMNS, "a full list takes one more tile's candidates at its start"
+    assert room >= _tile(inputs).columns, "a full list takes one more tile's candidates at its start"
     num_spans = ceil_div(inputs.position(rows.stop - 1) + 1, columns_per_program(inputs))
     # Two kernels run, because the code for tiles with many equal scores would slow down the other tiles by a third.
-    for is_tied, spans in ((False, 1), (True, _TIED_SPANS)):
+    for is_tied, spans in ((False, _tile(inputs).spans), (True, _TIED_SPANS)):
         # Row tiles are the first grid axis, so that programs that run side by side add to different counts.
         grid = (ceil_div(len(rows), tiles.rows), ceil_div(num_spans, spans), inputs.batch)
         _candidates_kernel[grid](
@@ -97,11 +106,17 @@ def write_candidates(
         )
 
 
+def _tile(inputs: ScoreInputs) -> _Tile:
+    queries = inputs.indexer.queries
+    return _TILE_OF_MANY_HEADS if queries.shape[2] > 4 and queries.dtype == torch.bfloat16 else _TILE
+
+
 def _options(inputs: ScoreInputs) -> dict[str, int]:
+    tile = _tile(inputs)
     return {
-        "BLOCK_COLS": _COLUMNS,
-        "TILES": columns_per_program(inputs) // _COLUMNS,
-        "maxnreg": _MAX_REGISTERS,
+        "BLOCK_COLS": tile.columns,
+        "TILES": columns_per_program(inputs) // tile.columns,
+        "maxnreg": tile.registers,
     }
 
 
@@ -222,7 +237,7 @@ def _candidates_kernel(
 
     queries = load_queries(q_ptr, tokens, row_ok, HI, DI, BLOCK_D)
     weights, biases, base = load_weights(
-        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, HI, BLOCK_ROWS, SIGMOID, TANH
+        weight_ptr, score_bias_ptr, weight_bias_ptr, tokens, row_ok, scale, HI, BLOCK_ROWS, SIGMOID, TANH
     )
     chunk_rows = row_stop - row_start
     chunk_row = batch * chunk_rows + rows - row_start
