@@ -41,7 +41,7 @@ _MOST_PROGRAMS = 4
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    """Return the tile shape. The tiles of all heads are in shared memory, so many heads leave room for few programs.
+    """Return the tile shape. The tiles of all heads are in shared memory and limit the number of programs.
 
     The function takes the largest number of stages with which the most programs share a multiprocessor. If not even one
     program fits, it halves the number of rows. Key lists need this number to stay a multiple of TILE_QUERIES.

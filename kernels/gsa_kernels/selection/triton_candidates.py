@@ -30,9 +30,9 @@ class _Tile(NamedTuple):
     spans: int  # spans of keys per program
 
 
-_TILE, _TILE_OF_MANY_HEADS = _Tile(32, 128, 1), _Tile(64, 168, 1)
-"""Tiles for up to 4 heads, with which four programs share a multiprocessor, and for more heads. Two loads of the keys
-feed one product for each head, so more keys per tile help many heads. Their queries leave room for three programs."""
+_TILE, _TILE_OF_MANY_HEADS = _Tile(32, 128, 1), _Tile(64, 168, 4)
+"""For up to 4 heads, with which four programs share a multiprocessor, and for more. The queries of 8 heads leave room
+for three programs. Larger tiles then feed the products better, and more spans load the queries less often."""
 
 _TIED_SPANS = 8
 """Spans of keys per program in the kernel for tiles with tied rows. Such tiles are rare, and fewer programs skip the
