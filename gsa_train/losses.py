@@ -24,7 +24,8 @@ Objective: TypeAlias = (
 """Returns the tokens' losses [B, L], fp32, the same on all ranks that split the vocabulary. Arguments: this rank's
 logits [L, B, V / tp], labels [B, L], the group of these ranks, whether `train.fused_ops` asks for kernels, and the
 settings. The logits are consumed, because `cross_entropy` overwrites them in its forward or backward pass. Compute
-other terms first, from `logits.clone()` (`logits.float()` does not copy fp32 logits)."""
+other terms first. If autograd saves the logits for the backward pass of such a term, compute it from `logits.clone()`
+(`logits.float()` does not copy fp32 logits)."""
 
 
 def cross_entropy(

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from gsa_train.config import PhaseConfig
 
 Schedule = Callable[[float, PhaseConfig], float]
-"""Maps a step of the phase after its learning-rate warm-up, counted from 0 at the phase's start, to the learning
-rate. In a batch ramp steps are counted in full batches, so they may be fractions (`in_full_batches`, phases.py)."""
+"""Maps a step to the learning rate. Step 0 is the first step of the phase. The function is called only for steps after
+the learning-rate warm-up. In a batch ramp steps are counted in full batches, so they may be fractions
+(`in_full_batches`, phases.py)."""
 
 
 def progress(step: float, phase: PhaseConfig) -> float:

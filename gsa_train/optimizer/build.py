@@ -34,7 +34,8 @@ class OptimizerKind:
     squared_change: Callable[[list[dict[str, torch.Tensor]], Group, list[torch.Tensor]], torch.Tensor]
     """Returns the sum of squares of what the step changed, including weight decay: 0-d fp64. Arguments: states after a
     step, their group and their parameters, all on one device. The gradients are gone, so the change must follow from
-    these arguments. An optimizer that needs more keeps a tensor in `state`."""
+    these arguments. If it does not, the optimizer adds a tensor to each parameter's state in its step, as Muon does.
+    DeepSpeed does not pass such a tensor here, so refuse `parallel.strategy: deepspeed` (`check_muon`)."""
     state: tuple[str, ...]
     """Names of the optimizer's state tensors per parameter: fp32, in the parameter's shape, initially 0."""
     counter: str | None = None

@@ -7,9 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from gsa_train.losses import OBJECTIVES
 from gsa_train.model import gates
 from gsa_train.model.mcore.config import to_mcore_config
+from gsa_train.model.mcore.linears import LINEAR_LAYERS
+from gsa_train.optimizer.build import OPTIMIZERS
 from gsa_train.planning.choices import unknown_choices
+from gsa_train.schedule import SCHEDULES
 from helpers.single_rank import SPARSE, single_rank, tiny_config
 
 
@@ -23,11 +27,10 @@ def test_a_gate_that_the_layer_does_not_know_is_named(monkeypatch: pytest.Monkey
 
 
 def test_a_name_that_no_table_has_is_a_line_that_lists_the_names() -> None:
-    train = {"optimizer": "lion", "objective": "focal", "linear_layers": "fp4"}
-    config = tiny_config([dataclasses.replace(SPARSE, decay="step")], train=train)
+    tables = {"linear_layers": LINEAR_LAYERS, "objective": OBJECTIVES, "optimizer": OPTIMIZERS}
+    phase = dataclasses.replace(SPARSE, decay="absent")
+    config = tiny_config([phase], train=dict.fromkeys(tables, "absent"))
+    fields = {f"train.{field}": table for field, table in tables.items()} | {"phases.0.decay": SCHEDULES}
     assert unknown_choices(config) == [
-        "train.linear_layers = fp4: no such name; give one of fp8, megatron",
-        "train.objective = focal: no such name; give one of cross_entropy",
-        "train.optimizer = lion: no such name; give one of adamw, muon",
-        "phases.0.decay = step: no such name; give one of cosine, linear, constant, inverse_sqrt, wsd",
+        f"{field} = absent: no such name; give one of {', '.join(table)}" for field, table in fields.items()
     ]
