@@ -28,9 +28,18 @@ from selection_cases import (
 )
 
 from gsa_kernels import limits, packed_mask
+from gsa_kernels.indexer import triton_scores
 from gsa_kernels.indexer.score_inputs import score_inputs
 from gsa_kernels.key_lists.format import KeyLists, mask_from_key_lists
-from gsa_kernels.selection import candidates, lists_op, op, score_chunks, triton_guess, triton_select_long
+from gsa_kernels.selection import (
+    candidates,
+    lists_op,
+    op,
+    score_chunks,
+    triton_candidates,
+    triton_guess,
+    triton_select_long,
+)
 from gsa_kernels.types import BudgetRule, Geometry, Selection
 
 RULE = BudgetRule(k_base=5, k_min=2, k_max=8)
@@ -137,6 +146,30 @@ def test_selection_is_the_stable_sort_of_its_own_scores(
     check(chunk, chunk.select(rule, 3, candidates_from=32), rule, 3)
     assert guessed == [range(max(32 - start, 0), stop - start)]
     assert not any(failures)
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("make", [None, all_equal])
+def test_many_heads_have_several_spans_per_program(device: str, make: Any, failures: list[int]) -> None:
+    """2200 keys are five spans, for two programs."""
+    case = make_case(device, 2200, heads=5, activation="relu", dtype=torch.bfloat16)
+    if make is not None:
+        make(case)
+    chunk = case.queries_from(2170, 2200)
+    check(chunk, chunk.select(RULE, 3, candidates_from=32), RULE, 3)
+    assert not any(failures)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "stages"), [(4, 64, 3), (6, 64, 3), (7, 64, 2), (8, 64, 1), (8, 128, 3)]
+)
+def test_fewer_stages_only_if_more_programs_share_a_multiprocessor(
+    heads: int, dim: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (triton_scores, triton_candidates):
+        monkeypatch.setattr(module, "shared_memory", lambda _: 227 * 1024)
+    case = make_case("cpu", 4, heads=heads, dim=dim, dtype=torch.bfloat16)
+    assert triton_candidates._options(score_inputs(case.indexer, Geometry()))["num_stages"] == stages
 
 
 @pytest.mark.usefixtures("short_rows")

@@ -36,42 +36,29 @@ BF16_TILES = Tiles(rows=64, cols=64, per_program=SCORED_KEYS[2] // 64, warps=4, 
 FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4, stages=1)
 
 
-_MOST_PROGRAMS = 4
-"""Programs on a multiprocessor. Registers leave no room for more."""
-
-
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    """Return the tile shape. The tiles of all heads are in shared memory and limit the number of programs.
-
-    The function takes the largest number of stages with which the most programs share a multiprocessor. If not even one
-    program fits, it halves the number of rows. Key lists need this number to stay a multiple of TILE_QUERIES.
+    """Return the tile shape. If the tiles of all heads do not fit the shared memory, the function first reduces the
+    number of stages, and then the number of rows. Key lists need the number of rows to stay a multiple of TILE_QUERIES.
 
     Raises:
         ValueError: the smallest tile does not fit the GPU.
     """
     queries = inputs.indexer.queries
     heads, dim = queries.shape[2:]
-    found, vector_bytes = shared_memory(queries.device), next_power_of_2(dim) * queries.element_size()
-
-    def needed(tiles: Tiles) -> int:
-        return (heads * tiles.rows + tiles.stages * tiles.cols) * vector_bytes
-
-    def programs(tiles: Tiles) -> int:
-        return min(found // needed(tiles), _MOST_PROGRAMS)
-
     tiles = BF16_TILES if queries.dtype == torch.bfloat16 else FLOAT_TILES
-    while True:
-        choices = [tiles._replace(stages=stages) for stages in range(tiles.stages, 0, -1)]
-        best = max(choices, key=programs)  # the first one of equals
-        if programs(best):
-            return best
-        if tiles.rows == TILE_QUERIES:
+    found, vector_bytes = shared_memory(queries.device), next_power_of_2(dim) * queries.element_size()
+    while (needed := (heads * tiles.rows + tiles.stages * tiles.cols) * vector_bytes) > found:
+        if tiles.stages > 1:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        elif tiles.rows > TILE_QUERIES:
+            tiles = tiles._replace(rows=tiles.rows // 2)
+        else:
             raise ValueError(
-                f"{heads} indexer heads of {dim} in {queries.dtype} need {needed(choices[-1]) // 1024} KiB of shared "
-                f"memory, and the GPU has {found // 1024} KiB; pass implementation='reference' (training: "
+                f"{heads} indexer heads of {dim} in {queries.dtype} need {needed // 1024} KiB of shared memory, and "
+                f"the GPU has {found // 1024} KiB; pass implementation='reference' (training: "
                 "gsa.attention_impl=reference)"
             )
-        tiles = tiles._replace(rows=tiles.rows // 2)
+    return tiles
 
 
 def write_scores(

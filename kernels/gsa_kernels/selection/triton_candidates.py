@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gsa_kernels.devices import shared_memory
 from gsa_kernels.indexer.score_inputs import ScoreInputs
 from gsa_kernels.indexer.triton_scores import (
     load_queries,
@@ -18,7 +19,7 @@ from gsa_kernels.indexer.triton_scores import (
     score_tiles,
     tile_scores,
 )
-from gsa_kernels.limits import ceil_div
+from gsa_kernels.limits import ceil_div, next_power_of_2
 from gsa_kernels.selection.criteria import Outputs
 from gsa_kernels.selection.triton_guess import Guesses
 from gsa_kernels.selection.triton_search import count_bits, order_key, score_of_key
@@ -31,8 +32,9 @@ class _Tile(NamedTuple):
 
 
 _TILE, _TILE_OF_MANY_HEADS = _Tile(32, 128, 1), _Tile(64, 168, 4)
-"""For up to 4 heads, with which four programs share a multiprocessor, and for more. The queries of 8 heads leave room
-for three programs. Larger tiles then feed the products better, and more spans load the queries less often."""
+"""For up to 4 heads and for fp32, and for more than 4 heads in bf16. Registers allow four and three programs per
+multiprocessor. With larger tiles a product reads less shared memory, and more spans load the queries less often."""
+_MOST_PROGRAMS = 3
 
 _TIED_SPANS = 8
 """Spans of keys per program in the kernel for tiles with tied rows. Such tiles are rare, and fewer programs skip the
@@ -117,7 +119,23 @@ def _options(inputs: ScoreInputs) -> dict[str, int]:
         "BLOCK_COLS": tile.columns,
         "TILES": columns_per_program(inputs) // tile.columns,
         "maxnreg": tile.registers,
+        "num_stages": _stages(inputs),
     }
+
+
+def _stages(inputs: ScoreInputs) -> int:
+    """Return the stages of the loop over keys. With many heads, fewer stages may let more programs share a
+    multiprocessor, whose shared memory holds the queries of all heads. The result is the largest such number."""
+    tiles, tile = score_tiles(inputs), _tile(inputs)
+    if tile is _TILE:
+        return tiles.stages
+    heads, dim = inputs.indexer.queries.shape[2:]
+    room = shared_memory(inputs.device) // (next_power_of_2(dim) * inputs.indexer.queries.element_size())
+
+    def programs(stages: int) -> int:
+        return min(room // (heads * tiles.rows + stages * tile.columns), _MOST_PROGRAMS)
+
+    return max(range(tiles.stages, 0, -1), key=programs)  # the first one of equals
 
 
 @triton.jit
