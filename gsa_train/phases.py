@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gsa_train.config import PhaseConfig, TrainConfig
-from gsa_train.config.batch_ramp import sequences_before
+from gsa_train.config.batch_ramp import batch_size, sequences_before
 from gsa_train.config.load import chosen
 from gsa_train.model.attention_pass import AttentionPass
 from gsa_train.model.mcore.build import Model
@@ -44,12 +44,12 @@ def learning_rate(phase: PhaseConfig, phase_step: float) -> float:
     return chosen(SCHEDULES, "phases.decay", phase.decay)(phase_step, phase)
 
 
-def in_full_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> tuple[PhaseConfig, float]:
+def in_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> tuple[PhaseConfig, float]:
     """Return the arguments of `learning_rate`: the phase, and the number of the step in the phase.
 
     Without a batch ramp, the phase is unchanged, and steps count from the phase's start. With a ramp, the schedule
-    follows the tokens: the phase's lengths and the number of the step are given in full batches of
-    `train.global_batch_size` sequences. A step with half as many sequences counts as 0.5.
+    follows the tokens: the phase's lengths and the number of the step are given in batches of the phase's last step. A
+    step with half as many sequences counts as 0.5.
 
     Args:
         step: number of earlier steps of the run.
@@ -58,9 +58,10 @@ def in_full_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> t
     if not train.batch_ramp:
         return phase, step - start
 
+    last_batch = batch_size(train, phase_range.end - 1)
+
     def batches(phase_steps: int) -> float:
-        sequences = sequences_before(train, start + phase_steps) - sequences_before(train, start)
-        return sequences / train.global_batch_size
+        return (sequences_before(train, start + phase_steps) - sequences_before(train, start)) / last_batch
 
     lengths: dict[str, Any] = {"steps": batches(phase.steps), "warmup_steps": batches(phase.warmup_steps)}
     lengths["decay_steps"] = lengths["steps"] - batches(phase.steps - phase.decay_steps)

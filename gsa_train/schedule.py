@@ -12,16 +12,15 @@ from gsa_train.config import PhaseConfig
 
 Schedule = Callable[[float, PhaseConfig], float]
 """Maps a step to the learning rate. Step 0 is the first step of the phase. The function is called only for steps after
-the learning-rate warm-up. In a batch ramp steps are counted in full batches, so they may be fractions
-(`in_full_batches`, phases.py)."""
+the learning-rate warm-up. In a batch ramp steps may be fractions (`in_batches`, phases.py)."""
 
 
 def progress(step: float, phase: PhaseConfig) -> float:
     """Return 0 at the first step after the warm-up and 1 at the phase's last step."""
     decay_steps = phase.steps - 1 - phase.warmup_steps
-    if decay_steps == 0 and phase.warmup_steps > 0:
-        return 1.0  # the warm-up has ended with `lr`
-    return min(max((step - phase.warmup_steps) / max(decay_steps, 1), 0.0), 1.0)
+    if decay_steps <= 0:  # after a warm-up to `lr` the only step left has `min_lr`
+        return 1.0 if phase.warmup_steps > 0 else 0.0
+    return min(max((step - phase.warmup_steps) / decay_steps, 0.0), 1.0)
 
 
 def cosine(step: float, phase: PhaseConfig) -> float:

@@ -14,7 +14,7 @@ from gsa_train.config.batch_ramp import batch_size
 from gsa_train.metrics.record import IntervalClock, Measured, data_totals, send_step, step_record
 from gsa_train.optimizer.interface import PhaseOptimizer
 from gsa_train.optimizer.micro_batch_graph import new_graph
-from gsa_train.phases import PhaseRange, in_full_batches, learning_rate, lr_multipliers
+from gsa_train.phases import PhaseRange, in_batches, learning_rate, lr_multipliers
 from gsa_train.plan import plan_step
 from gsa_train.profiling.trace_spans import trace_span
 from gsa_train.reliability.monitor.corruption import CorruptionCheck, needs_check
@@ -124,7 +124,7 @@ def _train(run: Run, phase: _ActivePhase, plan: StepPlan) -> StepResult | None:
     wait_seconds = batches.wait_seconds - waited
     for service in run.listening:
         service.on_batch(plan, micro_batches, wait_seconds)
-    phase.lr = learning_rate(*in_full_batches(train, phase.range, state.step))
+    phase.lr = learning_rate(*in_batches(train, phase.range, state.step))
     result = train_step(
         phase.training, micro_batches, phase.lr, state.step, saves=plan.weights_are_kept, measures=plan.logs
     )

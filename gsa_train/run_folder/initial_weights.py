@@ -138,15 +138,19 @@ def load_initial_weights(
             f"{FIELD} = {folder}: {checkpoint} was trained with another tokenizer: "
             f"{tokenizer.differs_from(state.data['tokenizer_fingerprint'])}"
         )
+    continues = config.checkpoint.initial_state == "continue"
+    if continues and (reasons := _other_state(config, state)):
+        shown = "".join(f"\n  {line}" for line in reasons)
+        raise ResumeError(
+            f"checkpoint.initial_state = continue: {checkpoint} holds another optimizer state:{shown}"
+        )
     saved, wanted = saved_weights(checkpoint), weights_to_load(checkpoint, model, parallel)
     others = [name for name in sorted(wanted) if name in saved and saved[name] != wanted[name]]
     fresh = sorted(set(wanted) - set(saved))
-    continues = config.checkpoint.initial_state == "continue"
     meaning = {"model": MEANING["model"], "moe": MEANING["moe"], "gsa": WITHOUT_WEIGHTS}
     if any(part in name for name in saved for part in NEW):
         meaning["gsa"] += MEANING["gsa"]
     problems = [
-        *(_other_state(config, state) if continues else ()),
         *other_fields(config, state, meaning),  # first, as these often cause the other problems
         *(other_fields(config, state, SIZES) if others else ()),
         *(
@@ -167,6 +171,15 @@ def load_initial_weights(
     load_weights(checkpoint, model, parallel, names=saved.keys())
     if parallel.is_main:
         logger.info("weights of %s, step %d; the run begins at step 0", checkpoint, state.step)
+        skipped = config.train.iterations_to_skip
+        if skipped and skipped == saved_sections(state.config_yaml).get("train", {}).get(
+            "iterations_to_skip"
+        ):
+            logger.warning(
+                "train.iterations_to_skip = %s is as in the run of the checkpoint, but counts this run's steps from 1; "
+                "remove it if it means steps of the earlier run",
+                skipped,
+            )
         if fresh:
             logger.warning("%d weights are new, for that checkpoint has none: %s, ...", len(fresh), fresh[0])
 

@@ -15,7 +15,7 @@ from gsa_train.config import Config, PhaseConfig, TrainConfig
 from gsa_train.config.batch_ramp import batch_in_words, batch_size, sequences_before, tokens_of_phases
 from gsa_train.config.train import RampStage
 from gsa_train.data.batches import TrainBatches
-from gsa_train.phases import PhaseRange, in_full_batches, learning_rate
+from gsa_train.phases import PhaseRange, in_batches, learning_rate
 from gsa_train.planning.dry_run import describe, training_operations
 from helpers.single_rank import SPARSE, random_batches, single_rank, step_gradients, tiny_config, tiny_model
 
@@ -38,7 +38,7 @@ def test_a_stage_ends_with_the_step_that_reaches_its_tokens() -> None:
 
 def rates(train: TrainConfig, phase: PhaseConfig, start: int = 0) -> list[float]:
     at = PhaseRange(0, phase, start, start + phase.steps)
-    return [learning_rate(*in_full_batches(train, at, step)) for step in range(at.start, at.end)]
+    return [learning_rate(*in_batches(train, at, step)) for step in range(at.start, at.end)]
 
 
 SCHEDULES = [("cosine", 0, ""), ("linear", 0, ""), ("inverse_sqrt", 0, ""), ("constant", 0, "")]
@@ -71,6 +71,15 @@ def test_learning_rates_follow_the_formulas_by_tokens(decay: str, decay_steps: i
     assert rates(dataclasses.replace(TRAIN, batch_ramp=[RampStage(500, 8)]), phase) == plain
     assert rates(TRAIN, phase, start=7) == plain
     assert rates(TRAIN, phase) != plain
+    # A ramp that ends after the phase has them, too.
+    assert rates(dataclasses.replace(TRAIN, batch_ramp=[RampStage(10**6, 2)]), phase) == plain
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("steps", range(2, 12))
+def test_a_phase_inside_a_ramp_ends_with_its_smallest_rate(decay: str, steps: int) -> None:
+    phase = PhaseConfig("phase", steps, lr=1e-3, min_lr=0.0, warmup_steps=1, decay=decay, decay_steps=1)
+    assert rates(TRAIN, phase)[-1] == 0.0
 
 
 def with_ramp(**train: Any) -> Config:

@@ -108,6 +108,15 @@ def test_another_length_base_and_budget(trained: Trained) -> None:
         assert torch.equal(mine.variance.ema, other.variance.ema)
 
 
+@pytest.mark.parametrize(("here", "warns"), [([2], True), ([3], False), ([], False)])
+def test_steps_to_skip_that_were_the_earlier_run_s_are_named(
+    trained: Trained, here: list[int], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = trained(tiny_config([SPARSE], train={"iterations_to_skip": [2]}))
+    start(folder, tiny_config([SPARSE], train={"iterations_to_skip": here}))
+    assert ("train.iterations_to_skip = [2] is as in the run of the checkpoint" in caplog.text) == warns
+
+
 def main_weights(model: Model, optimizer: PhaseOptimizer) -> dict[str, torch.Tensor]:
     """Map parameters with a separate fp32 weight to this weight, flat."""
     names = {id(parameter): name for name, parameter in model.gpt.named_parameters()}
