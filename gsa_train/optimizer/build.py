@@ -107,7 +107,9 @@ def muon_change(
 
     if "matrices" not in group:
         return adamw_change(states, group, parameters)
-    return torch.stack([state["squared_change"] for state in states]).sum()
+    # Before the first applied update of a process there is no change.
+    none = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    return torch.stack([state.get("squared_change", none) for state in states]).sum()
 
 
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")

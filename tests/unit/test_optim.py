@@ -152,6 +152,7 @@ def test_the_update_norm_matches_the_change_in_the_weights(name: str, precision:
         groups = [g for inner in optimizer.optimizer.chained_optimizers for g in inner.optimizer.param_groups]
         return [parameter.detach().double().clone() for group in groups for parameter in group["params"]]
 
+    assert optimizer.update_norm(torch.tensor(False)) == 0  # if the first step after a start is not applied
     for seed in range(3):
         before = weights()
         result = take_step(model, optimizer, random_batches(config, seed), config, LR)
