@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,27 +20,28 @@ from gsa_train.process import exit_codes
 from gsa_train.reliability.last_words import SUBMISSION
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+DEVICE_FILES = Path("/dev")
 LONGEST_STOP_SECONDS = 600
 """Time that torchrun gives its ranks to finish their step and save."""
 
 
 def find_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that a child process would see, as CUDA_VISIBLE_DEVICES names them, or an empty list."""
+    """Return the GPUs that a child process would see, as CUDA_VISIBLE_DEVICES names them, or [] if there is none."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    if visible is not None and count_gpus() != 0:
         return [name.strip() for name in visible.split(",") if name.strip()]
     return list(map(str, range(count_gpus() or 0)))
 
 
 def count_gpus() -> int | None:
     """Return the number of GPUs of this machine, regardless of CUDA_VISIBLE_DEVICES, or None if its driver does not
-    say."""
-    try:
+    say. Without device files of a driver, there is no GPU."""
+    with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    gpus = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
-    return len(gpus) if done.returncode == 0 else None
+        if done.returncode == 0:
+            return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    driver = any(each.name.startswith(("nvidia", "dxg")) for each in DEVICE_FILES.iterdir())  # dxg: WSL
+    return None if driver else 0
 
 
 def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
@@ -48,7 +50,7 @@ def check_devices(jobs: Sequence[Job], gpus: Sequence[str] | None) -> None:
     there = count_gpus() if gpus else None
     for name in gpus or ():
         by_id = name.startswith(("GPU-", "MIG-"))  # as `nvidia-smi -L` prints them
-        if not by_id and not (name.isdecimal() and (there is None or int(name) < there)):
+        if there == 0 or not (by_id or (name.isdecimal() and (there is None or int(name) < there))):
             known = "" if there is None else f", which has {there}"
             raise StudyError(
                 f"--gpus {','.join(gpus or ())}: {name} is not a GPU of this machine{known}; name them by numbers from "

@@ -90,8 +90,13 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
         ConfigError: a file of the record is damaged.
     """
     record, files = read_record(study, out), files_of(study, out)
-    finished = (values for run in study.runs if (values := RunMetrics(run)).complete and values.tokens)
-    here, said = _usable({values.run.name: values for values in finished})
+    local = [RunMetrics(run) for run in study.runs]
+    here, said = _usable({values.run.name: values for values in local if values.complete})
+    said += [
+        f"left out {values.run.folder}: its summary.json is damaged; copy the whole file, or start the study again"
+        for values in local
+        if (values.run.folder / "summary.json").is_file() and "steps" not in values.summary
+    ]
     runs = {**record.runs, **{name: _thinned(record_of_run(values, {})) for name, values in here.items()}}
     kept = record.runs.keys() - here.keys()
     equal = record.equal if kept else equal_of(list(runs.values()))
@@ -133,6 +138,9 @@ def _usable(here: Mapping[str, RunMetrics]) -> tuple[dict[str, RunMetrics], list
                 f"left out {values.run.folder}: it is finished, and its records end at step {values.records_end_at} of "
                 f"{values.run.steps}; copy its whole metrics.jsonl, or train it again"
             )
+            continue
+        if not values.tokens:
+            left_out.append(f"left out {values.run.folder}: no `tokens` in its metrics.jsonl; train it again")
             continue
         changes = list(changed_fields(values.run, TEXT_FIELDS))
         if not changes:

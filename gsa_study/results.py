@@ -14,6 +14,7 @@ from pathlib import Path
 from gsa_study.caveats import origins
 from gsa_study.record import files_of
 from gsa_study.tables import Results, Rows, arm_rows, bullets, markdown_table, narrow
+from gsa_train.config import ConfigError
 from gsa_train.files import write_atomically
 from gsa_train.metrics.progress import compact
 
@@ -36,11 +37,21 @@ def write_figure(results: Results, out: Path) -> Path | None:
 def write_page(results: Results, out: Path) -> tuple[list[str], Path]:
     """Write the page, and keep its verdict. Returns the study's row in README.md, and the page's file."""
     study, path = results.study, out / f"{results.study.config.name}.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    verdict = text.partition(f"\n{VERDICT}\n")[2].strip() or NO_VERDICT
+    verdict = read_verdict(path) or NO_VERDICT
     write_text(path, [*page_parts(results), VERDICT, verdict])
     runs = f"{len(results.finished)} of {len(results.runs)}"
     return [f"[{study.title}]({path.name})", runs, verdict.partition("\n\n")[0]], path
+
+
+def read_verdict(path: Path) -> str:
+    """Return the text below the page's heading VERDICT, or "" without a page. Raise ConfigError if the page does not
+    have the heading exactly once, because a person's text would be lost."""
+    if not path.is_file():
+        return ""
+    _, *found = f"\n{path.read_text(encoding='utf-8')}\n".split(f"\n{VERDICT}\n")
+    if len(found) != 1:
+        raise ConfigError(path, [f"{len(found)} headings `{VERDICT}`; write one, above the verdict"])
+    return found[0].strip()
 
 
 def write_text(path: Path, parts: Sequence[str]) -> None:

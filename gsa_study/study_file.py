@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from gsa_study.checks import missing_texts, mistakes
+from gsa_study.checks import SET_BY_THE_STUDY, missing_texts, mistakes
 from gsa_study.config import ArmConfig, StudyConfig
 from gsa_train.config import Config, ConfigError, load_config
 from gsa_train.config.batch_ramp import tokens_before
@@ -84,7 +84,7 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
         problems.lines += missing_texts(study) if need_data else []
     if problems.lines:
         raise ConfigError(path, problems.lines)
-    if clashes := _set_by_arms(study, overrides):
+    if clashes := _not_to_override(study, overrides):
         raise ConfigError(path, clashes)
     beside = Path(path).parent / study.config
     config_path = str(beside) if beside.is_file() else study.config
@@ -105,14 +105,15 @@ def load_study(path: str | Path, overrides: Sequence[str] = (), need_data: bool 
     return Study(Path(path), study, in_order)
 
 
-def _set_by_arms(study: StudyConfig, overrides: Sequence[str]) -> list[str]:
-    """Return a mistake for each override of a field in which arms differ."""
+def _not_to_override(study: StudyConfig, overrides: Sequence[str]) -> list[str]:
+    """Return a mistake for each override of a field in which arms differ, or that the study sets itself."""
     found = []
     for word in overrides:
         field, _, value = word.partition("=")
         arms = [arm.name for arm in study.arms if any(_overlap(field, key) for key in arm.set)]
-        if arms:
-            found.append(problem_line(field, value, f"{_arms_in_words(arms)} sets it", "leave it out"))
+        of_study = "the study (by `seeds`, `name` and `dir`)" if field.strip() in SET_BY_THE_STUDY else ""
+        if who := of_study or (_arms_in_words(arms) if arms else ""):
+            found.append(problem_line(field, value, f"{who} sets it", "leave it out"))
     return found
 
 

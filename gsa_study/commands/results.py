@@ -6,7 +6,7 @@ The command first looks for finished runs in local folders, and adds them to the
 Then it writes a page for each study file in `--studies` that has a `question` and at least one finished run. README.md
 receives a table of all pages. The verdicts, which a person writes in the pages, are kept. If no losses of a study are
 recorded, its figure is kept, too. Exit code 2 means wrong use, a mistake in a study file, a damaged file of a record,
-or a full disk.
+a page without the heading `## Verdict`, or a full disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gsa_study.record import recorded_results, update_record
-from gsa_study.results import write_figure, write_overview, write_page
+from gsa_study.results import read_verdict, write_figure, write_overview, write_page
 from gsa_study.study_file import Study, load_study
 from gsa_train.config import ConfigError
 from gsa_train.config.load import problem_line, read_yaml
@@ -30,8 +30,13 @@ def main() -> int:
     rows, written = [], []
     try:
         files = [path for path in sorted(arguments.studies.glob("*.yaml")) if "question" in read_yaml(path)]
+        if not files:  # README.md would lose its table of studies
+            print(f"--studies {arguments.studies}: no study has a question; give others", file=sys.stderr)
+            return 2
         studies = [load_study(path, arguments.overrides, need_data=False) for path in files]
         check_names(studies)
+        for study in studies:  # before anything is written
+            read_verdict(arguments.out / f"{study.config.name}.md")
         for study in studies:
             files_of_record, left_out = update_record(study, arguments.out)
             print("".join(f"{line}\n" for line in left_out), end="")

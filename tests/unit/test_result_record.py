@@ -286,6 +286,21 @@ def test_a_run_whose_records_are_cut_off_is_left_out(folder, capsys):
     assert line.startswith("The records of two-seed1 end at step 5 of 10")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("summary.json", '{"steps": 1', "its summary.json is damaged; copy the whole file"),
+        ("metrics.jsonl", "", "it is finished, and its records end at step 0 of 10; "),
+        ("metrics.jsonl", '{"step": 10, "phase": "sparse"}', "no `tokens` in its metrics.jsonl"),
+    ],
+)
+def test_a_run_with_a_damaged_file_is_left_out_by_a_line(folder, capsys, name, content, said):
+    finish(folder, "one", 1, 20.0)
+    (folder / "runs/small/one-seed1" / name).write_text(content)
+    assert main() == 0
+    assert f"left out {folder}/runs/small/one-seed1: {said}" in capsys.readouterr().out
+
+
 def test_two_studies_of_one_name_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finish(folder, "one", 1, 20.0)
     assert main() == 0
@@ -338,6 +353,21 @@ def test_numbers_stand_beside_the_papers_and_the_verdict(folder: Path) -> None:
     assert lines_of(out / "README.md", "| [Two") == [row]
 
 
+@pytest.mark.parametrize("heading", ["## verdict", "## Verdict\n\nA.\n\n## Verdict"])
+def test_a_page_whose_verdict_cannot_be_found_is_refused(folder, capsys, heading):
+    finish(folder, "one", 1, 20.0)
+    assert main() == 0
+    page = folder / "out" / "small.md"
+    page.write_text(page.read_text().replace("## Verdict", heading))
+    before = contents(folder)
+    finish(folder, "two", 1, 20.0)
+    assert main() == 2
+    error = capsys.readouterr().err
+    assert "out/small.md: 1 problem\n  " in error
+    assert "headings `## Verdict`; write one, above the verdict" in error
+    assert contents(folder) == before
+
+
 def test_the_page_shows_the_metrics_that_the_study_lists(folder, capsys):
     finish(folder, "one", 1, 20.0)
     file = folder / "studies" / "small.yaml"
@@ -369,6 +399,11 @@ def test_wrong_folders_write_no_pages(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "--studies typo: no such folder" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+    (folder / "empty").mkdir()
+    monkeypatch.setattr("sys.argv", ["results.py", "--studies", "empty", "--out", "out"])
+    assert main() == 2
+    assert "--studies empty: no study has a question" in capsys.readouterr().err
     assert not (folder / "out").exists()
     monkeypatch.setattr("sys.argv", ["results.py", "--studies", "studies", "--out", "studies/small.yaml"])
     assert main() == 2

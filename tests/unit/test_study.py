@@ -54,6 +54,10 @@ def test_the_arm_overrides_the_command_line_which_overrides_the_study_and_the_ba
     for word in ("gsa.k_base=12", "phases.0.lr=1e-5", "phases=[]"):
         with pytest.raises(ConfigError, match=r"= .*: arm one sets it; leave it out"):
             load_study(path, [word], need_data=False)
+    for word in ("run.seed=9", "run.name=zz", "run.dir=/x", "data.seed=4"):
+        with pytest.raises(ConfigError, match=r"= .*: the study .* sets it; leave it out"):
+            load_study(path, [word], need_data=False)
+    assert load_study(path, ["run.kernel_cache_dir=/x"], need_data=False).runs[0].seed == 1
 
 
 def test_devices_follow_from_the_layout(tmp_path: Path) -> None:

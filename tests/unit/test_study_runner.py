@@ -230,11 +230,13 @@ def test_a_study_is_run_by_one_process_at_a_time(study: Study) -> None:
 
 
 def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "count_gpus", lambda: 0)
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "3, 5"}) == [], "none is there, so without --gpus CPUs train"
+    monkeypatch.setattr(processes, "count_gpus", lambda: 8)
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "3, 5"}) == ["3", "5"]
     assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
     environment = child_environment({"CUDA_VISIBLE_DEVICES": "3,5", "HOME": "/h"}, ["5"], Path("/notes"))
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["HOME"]) == ("5", "/h")
-    monkeypatch.setattr(processes, "count_gpus", lambda: 8)
     wide = dataclasses.replace(scripted(study.runs[0], FINISH), devices=4)
     check_devices([wide], None)
     with pytest.raises(StudyError, match="one-seed1 needs 4 GPUs"):
@@ -242,7 +244,7 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
     with pytest.raises(StudyError, match="one-seed1 needs 4 different GPUs"):
         check_devices([wide], ["0", "1", "0", "1"])
     check_devices([dataclasses.replace(wide, devices=1)], ["0", "0"])
-    for there, names in ((2, "0,2"), (0, "0"), (None, "-1"), (2, "x"), (2, "one")):
+    for there, names in ((2, "0,2"), (0, "0"), (0, "GPU-0a"), (None, "-1"), (2, "x"), (2, "one")):
         monkeypatch.setattr(processes, "count_gpus", lambda there=there: there)
         with pytest.raises(StudyError, match=f"--gpus {names}: .* is not a GPU of this machine"):
             check_devices([], names.split(","))
@@ -255,6 +257,14 @@ def test_the_gpus_are_those_that_a_child_would_see(study: Study, monkeypatch: py
     assert command.gpus_at_hand("1,1") == ["1", "1"]
     with pytest.raises(StudyError, match="--gpus 1,: name the GPUs"):
         command.gpus_at_hand("1,")
+
+
+def test_without_nvidia_smi_the_files_of_a_driver_tell_if_there_is_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(processes, "DEVICE_FILES", tmp_path)
+    assert processes.count_gpus() == 0
+    (tmp_path / "nvidia0").touch()
+    assert processes.count_gpus() is None
 
 
 def test_the_command_tells_failures_again_and_tries_them_again_when_asked(study, monkeypatch, capsys):
