@@ -75,7 +75,7 @@ def load_evaluated_model(
         ValueError: the model does not exist, or cannot run with these settings.
     """
     execution = execution or Execution()
-    device = _device(execution.device)
+    device = device_of(execution.device)
     attention = execution.attention or ("gsa" if device.type == "cuda" else "sdpa")
     if attention not in ATTENTION:
         raise ValueError(f"attention {attention}: give one of {', '.join(ATTENTION)}")
@@ -142,7 +142,7 @@ def load_evaluated_model(
     return evaluated
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type not in ("cpu", "cuda"):

@@ -11,10 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 NAME = "oracle"
 """Name in transformers' registry of attention, which holds one form at a time."""
@@ -134,6 +136,24 @@ def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) 
     places, row = torch.arange(length, device=probs.device), rows[:, None]
     beside = (places > row - budget.window) | (places == row)
     return (selected | beside) & (places <= row)
+
+
+def load_decoder(folder: Path, **options: Any) -> Any:
+    """
+    Raises:
+        ValueError: the weights are damaged, or do not fit config.json. transformers would fill them up at random.
+    """
+    remedy = "copy the folder from its source again"
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except SafetensorError as error:
+        raise ValueError(f"--hf {folder}: the weights are damaged ({error}); {remedy}") from error
+    for kind in ("missing", "unexpected", "mismatched"):
+        if names := sorted(map(str, loaded[1][f"{kind}_keys"])):
+            raise ValueError(f"--hf {folder}: {kind} in the weights: {names[0]}; {remedy}")
+    return loaded[0]
 
 
 @dataclass(frozen=True)

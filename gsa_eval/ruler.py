@@ -211,8 +211,12 @@ TASKS: dict[str, Task] = {
 """RULER's settings: kinds, numbers of needles, frequencies, tokens of answers."""
 
 
-def check_room(name: str, length_tokens: int, tokenizer: Tokenizer, essay: Sequence[str]) -> None:
-    """Raise ValueError if not even the empty task fits `length_tokens`."""
+def check_task(name: str, length_tokens: int, tokenizer: Tokenizer, essay: Sequence[str]) -> None:
+    """Raise ValueError if the task is unknown, its text is missing, or not even the empty task fits `length_tokens`."""
+    if name not in TASKS:
+        raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
+    if TASKS[name].needs_essay and not essay:
+        raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")
     task = TASKS[name]
     empty = task.make(random.Random(0), 0, Setting(length_tokens, essay)).prompt
     if len(tokenizer.encode_prompt(empty)) > length_tokens - task.new_tokens:

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from gsa_data.tokenize import Tokenizer
-from gsa_eval.ruler import TASKS, Sample, check_room, samples
+from gsa_eval.ruler import TASKS, Sample, check_task, samples
 
 THRESHOLD = 85.6
 """Llama-2-7B's mean at 4K, by which RULER defines the effective length."""
@@ -95,11 +95,7 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
         ValueError: as in `score_ruler`.
     """
     for name in options.tasks:  # before the model answers anything
-        if name not in TASKS:
-            raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
-        if TASKS[name].needs_essay and not options.essay:
-            raise ValueError(f"RULER's {name} hides needles in text; give --haystack PLACE")
-        check_room(name, min(options.lengths_tokens), tokenizer, options.essay)
+        check_task(name, min(options.lengths_tokens), tokenizer, options.essay)
     cells = [(length, name) for length in sorted(options.lengths_tokens) for name in options.tasks]
     calls = [
         (name, length, options.samples, options.seed, tokenizer, options.essay) for length, name in cells

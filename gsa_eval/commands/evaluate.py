@@ -125,9 +125,21 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error("--validation: the run's sets are scored without --data, and an exported model has none")
     if (arguments.stride or 0) > (arguments.context_length or sys.maxsize):
         parser.error(f"--stride {arguments.stride}: above --context-length; give at most that")
+    if (arguments.num_fewshot or 0) < 0:
+        parser.error(f"--num-fewshot {arguments.num_fewshot}: negative; give 0 or more")
+    for option, needed in NEEDED.items():
+        name = option[2:].replace("-", "_")
+        value = getattr(arguments, name)
+        if value != parser.get_default(name) and not getattr(arguments, needed[2:]):
+            parser.error(f"{option} {value}: has an effect only with {needed}; give both or neither")
     return arguments
 
 
+NEEDED = {
+    **dict.fromkeys(("--limit", "--num-fewshot"), "--tasks"),
+    **dict.fromkeys(("--ruler-tasks", "--ruler-samples", "--haystack", "--seed"), "--ruler"),
+}
+"""Options that have an effect only with another one."""
 LARGEST = 2**31 - 1
 """Limit of a count of tokens, sequences or questions."""
 LONGEST_TOKENS = 2**24

@@ -15,7 +15,6 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from gsa_data.faults import DEFAULT_READING
 from gsa_eval.commands.evaluate import lengths, samples
@@ -32,27 +31,28 @@ def main() -> int:
     arguments = parse(sys.argv[1:])
     prepare_imports()
     # Imported after the usage checks, because it loads torch.
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    import gsa_hf  # noqa: F401 - registers our own model with transformers
     from gsa_eval import ruler
     from gsa_eval.convert.export_hf import DTYPES
     from gsa_eval.convert.tokenizer import folder_tokenizer
-    from gsa_eval.oracle import Budget, Form, OracleAttention, retrieve
+    from gsa_eval.evaluated_model import device_of
+    from gsa_eval.oracle import Budget, Form, OracleAttention, load_decoder, retrieve
     from gsa_eval.text import words_of
+    from gsa_hf import GSAConfig
+    from gsa_train.files import write_atomically
 
+    if arguments.out.exists() or not arguments.out.parent.is_dir():
+        wrong = "exists already" if arguments.out.exists() else "its folder does not exist"
+        raise ValueError(f"--out {arguments.out}: {wrong}; give a new file in a folder that is there")
     forms = [Form.parse(each) for each in arguments.forms.split(",") if each]
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        arguments.hf,
-        dtype=DTYPES[arguments.dtype],
-        attn_implementation=arguments.attention,
-        trust_remote_code=False,
-    )
+    device = device_of(arguments.device)
+    model = load_decoder(arguments.hf, dtype=DTYPES[arguments.dtype], attn_implementation=arguments.attention)
+    if forms and model.config.model_type == GSAConfig.model_type:
+        raise ValueError(f"--forms {arguments.forms}: a GSA model has its own selections; give --forms ''")
     model = model.to(device).eval()
     tokenizer = folder_tokenizer(arguments.hf, model.config)
     essay = words_of(arguments.haystack, tokenizer, max(arguments.lengths), "text", DEFAULT_READING)
+    for task in arguments.tasks.split(","):  # before the model answers anything
+        ruler.check_task(task, min(arguments.lengths), tokenizer, essay)
     rows = []
     for length in arguments.lengths:
         budget = Budget(length // SELECTED)
@@ -71,11 +71,8 @@ def main() -> int:
                     f"{found.log_probability:.3f} nats a token{kept}",
                     flush=True,
                 )
-                arguments.out.write_text(
-                    json.dumps(
-                        {"options": {k: str(v) for k, v in vars(arguments).items()}, "rows": rows}, indent=1
-                    )
-                )
+    options = {k: str(v) for k, v in vars(arguments).items()}
+    write_atomically(arguments.out, json.dumps({"options": options, "rows": rows}, indent=1))
     return 0
 
 

@@ -1,15 +1,19 @@
 """Compares a perfect indexer's selections with loops, and runs a model that attends to such selections."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gsa_eval.commands import oracle as command
+from gsa_eval.convert.export_hf import export_hf
 from gsa_eval.oracle import Budget, Form, OracleAttention, retrieve, select
-from helpers.evaluated import SAMPLE, TOKENIZER
+from helpers.evaluated import SAMPLE, TOKENIZER, evaluated_config, evaluated_model, save_run
 
 LENGTH, FIRST_ROW = 45, 12
 
@@ -68,18 +72,53 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
     (tmp_path / "model" / "tokenizer.model").write_bytes(Path(TOKENIZER).read_bytes())
     out = tmp_path / "found.json"
     words = f"--hf {tmp_path}/model --haystack {SAMPLE}/validation --lengths 400 --samples 2"
-    words += f" --tasks niah_single_2 --out {out} --forms "
+    words += f" --tasks niah_single_2 --out {out}"
 
-    def code(forms: str) -> int:
-        monkeypatch.setattr("sys.argv", ["oracle.py", *words.split(), forms])
+    def code(forms: str, *more: object) -> int:
+        monkeypatch.setattr("sys.argv", ["oracle.py", *words.split(), *map(str, more), "--forms", forms])
         return command.main()
 
     assert code("q1k5,q32k1") == 0, capsys.readouterr().err
     rows = json.loads(out.read_text())["rows"]
     assert [row["form"] for row in rows] == ["own", "q1k5", "q32k1"]
     assert all(row["log_probability"] < 0 for row in rows)
+    assert code("") == 2
+    assert f"--out {out}: exists already; give a new file" in capsys.readouterr().err
+    assert json.loads(out.read_text())["rows"] == rows
+    out.unlink()
     assert code("") == 0, capsys.readouterr().err
     assert json.loads(out.read_text())["rows"] == rows[:1]
-    for wrong, message in (("q1", "form 'q1': give"), ("q1k3", "25 keys are not a multiple of 3")):
-        assert code(wrong) == 2
+    out.unlink()
+    config = evaluated_config()
+    run = save_run(evaluated_model(config), config, tmp_path / "run")
+    export_hf(run / "checkpoints" / "step_00000003", tmp_path / "gsa")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for wrong, tensors in (
+        ("missing", {each: weights[each] for each in weights if each != name}),
+        ("unexpected", {**weights, "model.more": torch.ones(1)}),
+        ("mismatched", {**weights, name: torch.ones(1, 64)}),
+        ("damaged", weights),
+    ):
+        folder = shutil.copytree(tmp_path / "model", tmp_path / wrong)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    os.truncate(tmp_path / "damaged" / "model.safetensors", 100_000)
+    for forms, more, message in (
+        ("q1", (), "form 'q1': give"),
+        ("q1k3", (), "25 keys are not a multiple of 3"),
+        ("", ("--out", tmp_path / "none" / "x.json"), "x.json: its folder does not exist; give"),
+        ("", ("--hf", tmp_path / "missing"), f"missing in the weights: {name}; copy"),
+        ("", ("--hf", tmp_path / "unexpected"), "unexpected in the weights: model.more; copy"),
+        ("", ("--hf", tmp_path / "mismatched"), f"mismatched in the weights: ('{name}'"),
+        ("", ("--hf", tmp_path / "damaged"), "the weights are damaged ("),
+        ("", ("--tasks", "nope"), "RULER has no task nope; give some of"),
+        ("", ("--device", "abacus"), "--device abacus: not on this machine"),
+        (
+            "q1k1",
+            ("--hf", tmp_path / "gsa"),
+            "--forms q1k1: a GSA model has its own selections; give --forms ''",
+        ),
+    ):
+        assert code(forms, *more) == 2
         assert message in capsys.readouterr().err
+        assert not out.exists()  # nothing partial

@@ -300,6 +300,7 @@ def test_wrong_use(run, tmp_path, monkeypatch, capsys):
         ((*of_run, "--data", ""), "--data '': names no place; give the folder of a text"),
         ((*of_run, "--data", "a="), "--data 'a=': names no place"),
         ((*of_run, "--stride", "64"), "above the context length 32"),
+        ((*of_run, "--context-length", "10000000"), "use a larger split or a smaller --context-length"),
         ((*of_run, "--device", "abacus"), "--device abacus: not on this machine"),
         ((*of_run, "--device", "meta"), "--device meta: models run only on cpu and cuda"),
         ((*of_run, "--out", file), f"{file} is not a writable folder"),
@@ -321,3 +322,15 @@ def test_wrong_use(run, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             command.parse(["--run", "x", "--name", "y", option, value])
         assert f"give a whole number from 1 to {most}" in capsys.readouterr().err
+    for option, value, message in (
+        ("--num-fewshot", "-4", "--num-fewshot -4: negative; give 0 or more"),
+        ("--num-fewshot", "0", "--num-fewshot 0: has an effect only with --tasks; give both or neither"),
+        ("--limit", "3", "--limit 3: has an effect only with --tasks"),
+        ("--ruler-tasks", "nope", "--ruler-tasks nope: has an effect only with --ruler"),
+        ("--ruler-samples", "3", "--ruler-samples 3: has an effect only with --ruler"),
+        ("--haystack", "/nope", "--haystack /nope: has an effect only with --ruler"),
+        ("--seed", "1", "--seed 1: has an effect only with --ruler"),
+    ):
+        with pytest.raises(SystemExit):
+            command.parse(["--run", "x", "--name", "y", option, value])
+        assert message in capsys.readouterr().err
