@@ -53,7 +53,7 @@ def main() -> int:
     essay = words_of(arguments.haystack, tokenizer, max(arguments.lengths), "text", DEFAULT_READING)
     for task in arguments.tasks.split(","):  # before the model answers anything
         ruler.check_task(task, min(arguments.lengths), tokenizer, essay)
-    rows = []
+    options, rows = {k: str(v) for k, v in vars(arguments).items()}, []
     for length in arguments.lengths:
         budget = Budget(length // SELECTED)
         for task in arguments.tasks.split(","):
@@ -71,8 +71,8 @@ def main() -> int:
                     f"{found.log_probability:.3f} nats a token{kept}",
                     flush=True,
                 )
-    options = {k: str(v) for k, v in vars(arguments).items()}
-    write_atomically(arguments.out, json.dumps({"options": options, "rows": rows}, indent=1))
+                # After each row, so that a long call that is stopped keeps its rows.
+                write_atomically(arguments.out, json.dumps({"options": options, "rows": rows}, indent=1))
     return 0
 
 
