@@ -68,8 +68,8 @@ class Reading:
     """A read, an opening, a listing or a connection without progress for this time fails."""
     backoff_seconds: float = 0.5
     """The wait before the first retry. The wait doubles each time, up to a minute."""
-    may_skip: bool = True
-    """False for a validation set, because a perplexity of less text would not be comparable"""
+    or_skip: str = ", or set on_bad_shard=skip"
+    """End of an error's remedy. It offers "skip" only where it is allowed."""
 
     def __post_init__(self) -> None:
         if self.on_bad_shard not in ("fail", "skip"):
@@ -96,15 +96,9 @@ class Reading:
         return (self.retries + 1) * self.timeout_seconds + sum(self.waits_seconds)
 
     def for_validation(self) -> Reading:
-        """Returns the same policy, except that a bad shard always fails."""
-        return replace(self, on_bad_shard="fail", may_skip=False)
-
-    @property
-    def or_skip(self) -> str:
-        """Returns the end of an error's remedy, which offers "skip" if it is allowed."""
-        if not self.may_skip:
-            return " (on_bad_shard=skip leaves no validation text out)"
-        return ", or set on_bad_shard=skip"
+        """Returns the same policy, but a bad shard always fails, so that perplexities stay comparable."""
+        remedy = " (on_bad_shard=skip leaves no validation text out)"
+        return replace(self, on_bad_shard="fail", or_skip=remedy)
 
 
 DEFAULT_READING = Reading()

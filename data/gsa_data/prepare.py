@@ -102,9 +102,9 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "
         raise DataFault(f"--out {out}: exists; give another file, or remove that one")
     if vocab_size < 1:
         raise DataFault(f"--vocab-size {vocab_size}: not positive; give 1 or more, such as 4096")
+    reading = Reading(max_bad_line_fraction=0.0, or_skip="")  # this command cannot skip
     with naming("--shards"):
-        manifest = build_manifest(shards, text_field)
-    reading = Reading(max_bad_line_fraction=0.0)
+        manifest = build_manifest(shards, text_field, reading)
 
     def lines() -> Iterator[str]:
         for relpath, _ in manifest.shards:

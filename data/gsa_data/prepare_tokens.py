@@ -8,7 +8,9 @@ command at a time may write to a folder.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
 import multiprocessing
 import os
 import threading
@@ -53,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
     with naming("--tokenizer"):
         tokenizer = Tokenizer(options.tokenizer, options.eos_token) if options.tokenizer else None
     if options.check:
+        if not options.out.is_dir():
+            raise DataFault(f"--out {options.out}: no such folder; give the folder of prepared tokens")
         found = list(check_tokens(options.out, options.data, tokenizer, options.text_field))
         for problem in found:
             print(f"PROBLEM {problem}")
@@ -81,8 +85,8 @@ def prepare_tokens(
     """Write one dataset to `out` for each shard of `data`. An existing dataset is kept if it is intact and its shard
     was not bad when the dataset was written. Otherwise it is written again.
 
-    Raises DataFault if `reading` refuses a shard, if `out` holds other datasets, or if all shards together have no
-    document. Finished datasets stay.
+    Raises DataFault if `reading` refuses a shard, if `out` holds other datasets, or if another command writes there.
+    Finished datasets stay. Also raises DataFault, and leaves no dataset, if all shards together have no document.
     """
     if out.exists() and not out.is_dir():
         raise DataFault(f"--out {out}: a file; give a folder for the tokens")
@@ -103,19 +107,37 @@ def prepare_tokens(
     datasets = {
         path: f"{number:06d}-{path.replace('/', '-')}" for number, (path, _) in enumerate(manifest.shards)
     }
-    kept = set(_kept(out, origin, datasets))
-    left = [shard for shard in datasets if shard not in kept]
-    print(f"{len(datasets)} shards, {len(kept)} of them finished before")
-    reader = TextReader(manifest, tokenizer, reading)
-    with tqdm(total=len(left), unit="shard", disable=None) as bar:
-        for _ in _write_all(_Writer(reader, out, origin, datasets), left, workers):
-            bar.update()
-    folder = IndexedFolder.open(str(out))
-    if not any(read_header(out / f"{dataset}.idx").documents for dataset in datasets.values()):
-        raise DataFault(
-            f"--data {data}: no document in its {len(datasets)} shards; give other text, or its --text-field"
-        )
+    with _alone_in(out):
+        kept = set(_kept(out, origin, datasets))
+        left = [shard for shard in datasets if shard not in kept]
+        print(f"{len(datasets)} shards, {len(kept)} of them finished before")
+        reader = TextReader(manifest, tokenizer, reading)
+        with tqdm(total=len(left), unit="shard", disable=None) as bar:
+            for _ in _write_all(_Writer(reader, out, origin, datasets), left, workers):
+                bar.update()
+        folder = IndexedFolder.open(str(out))
+        if not any(read_header(out / f"{dataset}.idx").documents for dataset in datasets.values()):
+            files = [out / f"{name}{end}" for name in datasets.values() for end in (*INDEXED, RECORD)]
+            for file in files:
+                file.unlink()  # the corrected command would refuse them
+            raise DataFault(
+                f"--data {data}: no document in its {len(datasets)} shards; give other text, --text-field or "
+                "--max-document-bytes"
+            )
     return folder
+
+
+@contextlib.contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Lock `out`. Two commands would write the same unfinished files."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("a") as file:  # it stays, because a new file would be another lock
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):  # other errors: the file system has no locks
+                raise DataFault(f"--out {out}: another command writes there; wait for it") from None
+        yield
 
 
 def check_tokens(
@@ -213,7 +235,6 @@ class _Writer:
                     )
                 yield line.tokens.astype(ID_TYPES[code]).tobytes()
 
-        self.out.mkdir(parents=True, exist_ok=True)
         names = [self.out / f"{self.datasets[shard]}{suffix}" for suffix in (".bin", RECORD, ".idx")]
         ids_file, record_file, index_file = (path.with_name(f"{path.name}{UNFINISHED}") for path in names)
         _write(ids_file, ids())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
 import json
 import math
+import os
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,27 +134,35 @@ def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None)
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder that is renamed to `out` when it is complete. A kill leaves no folder `out`.
+    """Yield a folder of this process that is renamed to `out` when it is complete. A kill leaves no folder `out`.
 
     Raises:
-        ValueError: `out` exists and is not empty.
+        ValueError: `out` exists and is not empty, at the beginning or at the end.
+        OSError: `out` cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out}: exists and is not empty; give another folder, or remove it")
-    unfinished = out.absolute().with_name(f".tmp_{out.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed export
-    unfinished.mkdir(parents=True)
+    _refuse_filled(out)
+    prefix = f".tmp_{out.name}.{socket.gethostname()}."
+    unfinished = out.absolute().with_name(f"{prefix}{os.getpid()}")
+    for left in unfinished.parent.glob(f"{glob.escape(prefix)}*"):
+        if left == unfinished or not Path("/proc", left.suffix[1:]).exists():  # left by a killed command
+            shutil.rmtree(left, ignore_errors=True)
     try:
+        unfinished.mkdir(parents=True)
         yield unfinished
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
+        unfinished.rename(out)  # takes the place of an empty folder only
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # for example a full disk
-            raise OSError(error.errno, error.strerror, str(out)) from error
-        raise
+        failed = Path(os.fsdecode(error.filename or unfinished))  # the error of a full disk names no file
+        if error.errno is None or not (failed in unfinished.parents or failed.is_relative_to(unfinished)):
+            raise
+        _refuse_filled(out)  # by another command meanwhile
+        raise OSError(f"--out {out}: {error}; make room there, or give another place") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _refuse_filled(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out}: exists and is not empty; give another folder, or remove it")
 
 
 def check_tensors(checkpoint: Path, source: CheckpointTensors, found: Sequence[Pair]) -> None:

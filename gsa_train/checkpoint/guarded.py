@@ -8,6 +8,7 @@ restriction, because torch itself loads tensors with `weights_only=True`.
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import re
@@ -163,9 +164,9 @@ def _check_places(checkpoint: Path, places: list[Any]) -> None:
 def _load(source: Path | io.BytesIO, name: str) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
     except Exception as error:  # a damaged pickle may raise anything
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: the file ends too early
+            raise
         asked = re.search(r"(?:GLOBAL|Trying to load unsupported GLOBAL|global) (\w[\w.]*\.\w+)", str(error))
         if asked:
             raise _refused(name, asked[1]) from error

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.models.gpt import GPTModel
 
 from gsa_train.checkpoint.files import FileRecord, faults_in_a_line
-from gsa_train.checkpoint.guarded import read_common
+from gsa_train.checkpoint.guarded import RefusedContent, read_common
 from gsa_train.checkpoint.optimizer_state import (
     SAVED_MAIN_WEIGHT,
     Saved,
@@ -99,9 +99,12 @@ def read_run_state(checkpoint: Path) -> RunState:
     """Read the state that is needed before model and optimizer are built: phase, step, position in the text.
 
     Raises:
-        ValueError: the checkpoint has another format version.
+        ValueError: the checkpoint is damaged or has another format version.
     """
-    content = read_common(checkpoint)["run"]
+    try:
+        content = read_common(checkpoint)["run"]
+    except RefusedContent as error:
+        raise RefusedContent(f"{checkpoint}: {error}. Give another checkpoint.") from error
     if content["format_version"] != FORMAT_VERSION:
         raise ValueError(
             f"{checkpoint} has format version {content['format_version']}, this code reads {FORMAT_VERSION}; "

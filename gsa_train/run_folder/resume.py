@@ -17,6 +17,7 @@ from gsa_data.tokenize import Tokenizer
 from gsa_train.arguments import Arguments
 from gsa_train.checkpoint.damage import find_damage
 from gsa_train.checkpoint.files import find_checkpoint, pass_over, put_back, resume_candidates
+from gsa_train.checkpoint.guarded import read_common
 from gsa_train.checkpoint.load import RunState, read_run_state, set_local_rng
 from gsa_train.config import Config, TrainConfig, saved_sections
 from gsa_train.config.other_names import REMOVED, WHY_REMOVED
@@ -175,6 +176,10 @@ def start_from(
         state = read_run_state(checkpoint)
     except ValueError as error:
         raise ResumeError(str(error)) from error
+    if "optimizer" not in read_common(checkpoint):
+        raise ResumeError(
+            f"{checkpoint} has weights alone; start a new run with checkpoint.initial_weights={checkpoint}"
+        )
     _check_same_model(config, state, checkpoint)
     _check_same_phases(config.train, state, ranges, checkpoint)
     stays = _stays(state, ranges)

@@ -12,6 +12,8 @@ from gsa_eval.convert.average_weights import average_weights
 from gsa_train.checkpoint.load import load_checkpoint
 from gsa_train.optimizer.build import WEIGHT_AVERAGE
 from gsa_train.optimizer.mcore import PhaseOptimizer, build_optimizer, close_optimizer
+from gsa_train.phases import phase_ranges
+from gsa_train.run_folder.resume import ResumeError, start_from
 from helpers.checkpoints import write_checkpoint
 from helpers.single_rank import SPARSE, random_batches, single_rank, take_step, tiny_config, tiny_model
 
@@ -76,3 +78,5 @@ def test_a_checkpoint_before_the_first_variance_is_not_averaged(tmp_path: Path) 
         average_weights([saved[0], saved[2]], tmp_path / "no", moving=False)
     average_weights(saved[1:], tmp_path / "out", moving=False)
     average_weights(saved[:1] * 2, tmp_path / "same", moving=False)
+    with pytest.raises(ResumeError, match=r"out has weights alone.*checkpoint\.initial_weights="):
+        start_from(tmp_path / "out", config, phase_ranges(config.phases), [])

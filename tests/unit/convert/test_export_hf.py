@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import re
+import shutil
+import socket
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,7 +19,7 @@ from transformers import GenerationConfig
 
 import gsa_hf
 from gsa_eval.commands import export_hf as command
-from gsa_eval.convert.export_hf import export_hf, find_source
+from gsa_eval.convert.export_hf import export_hf, find_source, new_folder
 from gsa_eval.convert.hf_config import GSA_FIELDS, MODEL_FIELDS, to_hf_config
 from gsa_eval.convert.import_hf import import_hf
 from gsa_train.config import GSAConfig, ModelConfig
@@ -182,7 +186,32 @@ def test_the_command(gsa, tmp_path, monkeypatch, capsys):
     said = r"model.safetensors cannot be written: .*No space left.*; make room"
     assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / "full").exists()
+    shutil.copytree(checkpoint, tmp_path / "short")
+    os.truncate(tmp_path / "short" / "common.pt", 1000)
+    assert run("--checkpoint", str(tmp_path / "short"), "--out", str(tmp_path / "full")) == 2
+    assert re.search("short: common.pt is damaged: .*Give another checkpoint", capsys.readouterr().err)
     for wrong in (["--max-shard-size", "much"], ["--step", "1"], ["--dtype", "fp8"]):
         with pytest.raises(SystemExit) as end:
             run(*place, str(tmp_path / "other"), *wrong)
         assert end.value.code == 2
+
+
+def test_a_folder_belongs_to_one_command(tmp_path: Path) -> None:
+    """Leftovers of killed commands are removed, but not the files of a command that runs."""
+    out, prefix = tmp_path / "out", f".tmp_out.{socket.gethostname()}."
+    running, killed = tmp_path / f"{prefix}{os.getppid()}", tmp_path / f"{prefix}99999999"
+    running.mkdir()
+    killed.mkdir()
+    folder = new_folder(out)
+    mine = folder.__enter__()
+    assert set(tmp_path.iterdir()) == {mine, running}
+    (running / "theirs").touch()
+    running.rename(out)
+    with pytest.raises(ValueError, match=f"--out {out}: exists and is not empty"):
+        folder.__exit__(None, None, None)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+    said = "--out .*: .*No space left on device; make room there, or give another place"
+    with pytest.raises(OSError, match=said), new_folder(tmp_path / "full"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match=r"--out .*theirs/a: .*Not a directory"), new_folder(out / "theirs/a"):
+        pass

@@ -59,6 +59,7 @@ def write_tokens(root: Path, first: int, tokenizer: Tokenizer) -> None:
     text = root.with_name(f"{root.name}_text")
     write_text(text, first, tokenizer)
     prepare_tokens(str(text), tokenizer, root, 1, READING)
+    (root / ".lock").unlink()  # no part of the corpus
 
 
 def write_datasets(root: Path, first: int, tokenizer: Tokenizer) -> None:

@@ -41,6 +41,9 @@ def test_text_that_makes_no_tokenizer(tmp_path, capsys, texts, size, said):
     assert not out.exists()
     assert main([*command, str(tmp_path)]) == 2
     assert f"--out {tmp_path}: a folder" in capsys.readouterr().err
+    write_shard(tmp_path / "text" / "a.jsonl.zst", [b"{"])
+    assert main([*command, str(out)]) == 2
+    assert capsys.readouterr().err.endswith("restore it\n")  # this command has no on_bad_shard=skip
 
 
 def test_a_tokenizer_learns_from_long_lines(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ def test_command(corpus, tokenizer, tmp_path, capsys):
     assert prepare.main([*arguments, "--workers", "2"]) == 0
     assert "5 shards, 200 documents" in capsys.readouterr().out
     written = {path: path.stat().st_mtime_ns for path in Path(out).rglob("*") if path.is_file()}
-    assert len(written) == 5 * 3
+    assert len(written) == 5 * 3 + 1  # with the lock
     assert prepare.main(arguments) == 0
     assert "5 shards, 5 of them finished before" in capsys.readouterr().out
     assert prepare.main(["tokens", "--check", "--out", out]) == 0
@@ -95,7 +96,7 @@ def test_a_killed_command_goes_on(tokenizer: Tokenizer, tmp_path: Path, workers:
 
     folder = prepare_tokens(str(source), tokenizer, out, 1, Reading())
     assert [path.stat().st_mtime_ns for path in kept] == times  # not done again
-    assert len(list(out.iterdir())) == 3 * 40
+    assert len(list(out.iterdir())) == 3 * 40 + 1  # with the lock
     assert list(check_tokens(out, str(source), tokenizer)) == []
     reader, text = (
         shard_reader(each, tokenizer, Reading()) for each in (folder, build_manifest(str(source)))
@@ -144,6 +145,7 @@ BAD_INPUT = {
     "tokens --data {here} --tokenizer {model} --out /proc/none": "--out /proc/none: [Errno 2] No such file",
     "tokens --data {here} --tokenizer {model} --out {model}": "--out {model}: a file; give a folder for the tokens",
     "tokens --data {here} --out {here}/out": "",
+    "tokens --check --out {here}/none": "--out {here}/none: no such folder; give the folder of prepared tokens",
     "tokens --data {here} --tokenizer {model} --out {here}/out --workers 0": "--workers=0 must be at least 1",
     "tokenizer --shards {here}/none --out {here}/out": "--shards: data folder ",
     "tokenizer --shards {here} --out {here}/out --vocab-size -5": "--vocab-size -5: not positive; give 1",
@@ -156,3 +158,17 @@ def test_bad_input_is_named_with_its_option(arguments, said, tokenizer, tmp_path
     names = {"here": tmp_path, "model": tokenizer.path}
     assert prepare.main(arguments.format(**names).split()) == 2
     assert f"error: {said.format(**names)}" in capsys.readouterr().err
+
+
+def test_a_second_command_is_refused_and_no_documents_leave_nothing(corpus, tokenizer, tmp_path, capsys):
+    """Two commands would write the same unfinished files. An empty dataset would refuse the corrected command."""
+    out = tmp_path / "out"
+    command = ["tokens", "--data", corpus.root, "--tokenizer", tokenizer.path, "--out", str(out)]
+    assert prepare.main([*command, "--max-document-bytes", "1"]) == 2
+    assert "give other text, --text-field or --max-document-bytes" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    with (out / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert prepare.main(command) == 2
+    assert f"--out {out}: another command writes there; wait for it" in capsys.readouterr().err
+    assert prepare.main(command) == 0
