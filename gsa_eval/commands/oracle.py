@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 from gsa_data.faults import DEFAULT_READING
@@ -51,8 +52,11 @@ def main() -> int:
     model = model.to(device).eval()
     tokenizer = folder_tokenizer(arguments.hf, model.config)
     essay = words_of(arguments.haystack, tokenizer, max(arguments.lengths), "text", DEFAULT_READING)
-    for task in arguments.tasks.split(","):  # before the model answers anything
+    # Wrong tasks and forms are refused before the model answers anything.
+    for task in arguments.tasks.split(","):
         ruler.check_task(task, min(arguments.lengths), tokenizer, essay)
+    for length, each in product(arguments.lengths, forms):
+        OracleAttention(each, Budget(length // SELECTED))
     options, rows = {k: str(v) for k, v in vars(arguments).items()}, []
     for length in arguments.lengths:
         budget = Budget(length // SELECTED)
