@@ -155,7 +155,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         if error.errno is None or not (failed in unfinished.parents or failed.is_relative_to(unfinished)):
             raise
         _refuse_filled(out)  # by another command meanwhile
-        raise OSError(f"--out {out}: {error}; make room there, or give another place") from error
+        raise OSError(f"{out}: {error}; make room there, or give another place") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

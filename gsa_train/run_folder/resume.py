@@ -176,7 +176,7 @@ def start_from(
         state = read_run_state(checkpoint)
     except ValueError as error:
         raise ResumeError(str(error)) from error
-    if "optimizer" not in read_common(checkpoint):
+    if "optimizer" not in read_common(checkpoint):  # from launch/average_weights.py
         raise ResumeError(
             f"{checkpoint} has weights alone; start a new run with checkpoint.initial_weights={checkpoint}"
         )

@@ -215,6 +215,7 @@ def test_tasks_that_are_due_at_the_end_of_a_phase_keep_the_run_in_it(monkeypatch
     for due, index in ((True, 0), (False, 1)):
         state = Mock(step=4, phase_index=0, validation_due=False, tasks_due=due)
         monkeypatch.setattr("gsa_train.run_folder.resume.read_run_state", lambda _, state=state: state)
+        monkeypatch.setattr("gsa_train.run_folder.resume.read_common", lambda _: {"optimizer": {}})
         monkeypatch.setattr("gsa_train.run_folder.resume._check_same_model", Mock())
         monkeypatch.setattr("gsa_train.run_folder.resume._check_same_phases", Mock())
         assert start_from(tmp_path / "x", CONFIG, ranges, ()).phase_index == index

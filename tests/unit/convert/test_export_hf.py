@@ -210,8 +210,8 @@ def test_a_folder_belongs_to_one_command(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"--out {out}: exists and is not empty"):
         folder.__exit__(None, None, None)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
-    said = "--out .*: .*No space left on device; make room there, or give another place"
+    said = "No space left on device; make room there, or give another place"
     with pytest.raises(OSError, match=said), new_folder(tmp_path / "full"):
         raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(OSError, match=r"--out .*theirs/a: .*Not a directory"), new_folder(out / "theirs/a"):
+    with pytest.raises(OSError, match=r"theirs/a: .*Not a directory"), new_folder(out / "theirs/a"):
         pass

@@ -173,7 +173,9 @@ def test_what_was_finished_is_shown_when_the_rest_fails(run, monkeypatch, capsys
         patched.setattr("gsa_eval.results.to_strict", Mock(side_effect=full))
         assert evaluated(monkeypatch, *good) == 2
     unwritten = capsys.readouterr()
-    assert unwritten.err.splitlines()[-1] == f"[Errno {errno.ENOSPC}] No space left on device: '{folder}'"
+    assert unwritten.err.splitlines()[-1].startswith(
+        f"{folder}: [Errno {errno.ENOSPC}] No space left on device; make"
+    )
     assert evaluated(monkeypatch, *good) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| sample"))
     for said in (failed.out, unwritten.out):
