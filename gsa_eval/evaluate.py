@@ -14,7 +14,6 @@ import numpy as np
 
 from gsa_data.faults import DEFAULT_READING, Reading
 from gsa_data.request_files import is_request_file, score
-from gsa_data.validation import TooLittleText
 from gsa_eval.evaluated_model import EvaluatedModel, Execution, Source, load_evaluated_model
 from gsa_eval.generation import answer_prompts
 from gsa_eval.perplexity import score_text, token_losses
@@ -177,10 +176,7 @@ def _texts(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> Iterator
         context_length, arguments.stride, max_tokens, evaluated.attend_across_documents, *how
     )
     for name, place in places.items():
-        try:
-            text = read_text(place, evaluated.tokenizer, options)
-        except TooLittleText as fault:  # its remedy is a field of training
-            raise TooLittleText(str(fault).replace("seq_len_tokens", "--context-length")) from fault
+        text = read_text(place, evaluated.tokenizer, options)
         logger.info("%s: %d sequences of up to %d tokens", name, len(text.pieces), context_length)
         scores = score_text(evaluated.model, text, arguments.batch_size or 1, name)
         yield name, {"place": place, "context_length": context_length, "stride": options.stride, **scores}

@@ -27,10 +27,10 @@ LONGEST_STOP_SECONDS = 600
 
 def find_gpus(environ: Mapping[str, str]) -> list[str]:
     """Return the GPUs that a child process would see, as CUDA_VISIBLE_DEVICES names them, or [] if there is none."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and count_gpus() != 0:
-        return [name.strip() for name in visible.split(",") if name.strip()]
-    return list(map(str, range(count_gpus() or 0)))
+    visible, there = environ.get("CUDA_VISIBLE_DEVICES"), count_gpus()
+    if visible is None or there == 0:
+        return list(map(str, range(there or 0)))
+    return [name.strip() for name in visible.split(",") if name.strip()]
 
 
 def count_gpus() -> int | None:

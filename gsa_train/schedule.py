@@ -38,7 +38,7 @@ def constant(step: float, phase: PhaseConfig) -> float:
 
 def inverse_sqrt(step: float, phase: PhaseConfig) -> float:
     """Fall as 1 / sqrt(step) from `lr` at the end of the warm-up, as in Megatron-LM; not below `min_lr`."""
-    return max(phase.min_lr, phase.lr * math.sqrt(min(max(phase.warmup_steps, 1) / (step + 1), 1.0)))
+    return max(phase.min_lr, phase.lr * math.sqrt(min((phase.warmup_steps or 1) / (step + 1), 1.0)))
 
 
 def wsd(step: float, phase: PhaseConfig) -> float:

@@ -137,9 +137,10 @@ def _alone_in(out: Path) -> Iterator[None]:
     with (out / ".lock").open("a") as file:  # it stays, because a new file would be another lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):  # other errors: the file system has no locks
-                raise DataFault(f"--out {out}: another command writes there; wait for it") from None
+        except BlockingIOError:
+            raise DataFault(f"--out {out}: another command writes there; wait for it") from None
+        except OSError as error:  # the file system has no locks
+            print(f"--out {out} cannot be locked ({error.strerror}); let no other command write there")
         yield
 
 

@@ -153,7 +153,7 @@ def _first_blocks(documents: Iterable[Tokens], root: str, seq_len_tokens: int, m
     if not blocks:
         raise TooLittleText(
             f"split {root!r} is shorter than one block of {seq_len_tokens + 1} tokens; "
-            "use a larger split or a smaller seq_len_tokens"
+            "use a larger split or shorter sequences (seq_len_tokens; in evaluate.py --context-length)"
         )
     return np.stack(blocks)
 

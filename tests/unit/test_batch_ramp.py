@@ -80,6 +80,10 @@ def test_learning_rates_follow_the_formulas_by_tokens(decay: str, decay_steps: i
 def test_a_phase_inside_a_ramp_ends_with_its_smallest_rate(decay: str, steps: int) -> None:
     phase = PhaseConfig("phase", steps, lr=1e-3, min_lr=0.0, warmup_steps=1, decay=decay, decay_steps=1)
     assert rates(TRAIN, phase)[-1] == 0.0
+    falling = rates(TRAIN, dataclasses.replace(phase, decay="inverse_sqrt"))
+    assert falling == sorted(
+        set(falling), reverse=True
+    )  # also if the last batch has more sequences than the warm-up
 
 
 def with_ramp(**train: Any) -> Config:

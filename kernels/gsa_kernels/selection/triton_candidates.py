@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.devices import shared_memory
 from gsa_kernels.indexer.score_inputs import ScoreInputs
 from gsa_kernels.indexer.triton_scores import (
     load_queries,
@@ -19,7 +18,7 @@ from gsa_kernels.indexer.triton_scores import (
     score_tiles,
     tile_scores,
 )
-from gsa_kernels.limits import ceil_div, next_power_of_2
+from gsa_kernels.limits import ceil_div
 from gsa_kernels.selection.criteria import Outputs
 from gsa_kernels.selection.triton_guess import Guesses
 from gsa_kernels.selection.triton_search import count_bits, order_key, score_of_key
@@ -28,13 +27,14 @@ from gsa_kernels.selection.triton_search import count_bits, order_key, score_of_
 class _Tile(NamedTuple):
     columns: int  # keys
     registers: int  # of a thread
+    most_stages: int  # of the loop over keys
     spans: int  # spans of keys per program
 
 
-_TILE, _TILE_OF_MANY_HEADS = _Tile(32, 128, 1), _Tile(64, 168, 4)
-"""For up to 4 heads and for fp32, and for more than 4 heads in bf16. Registers allow four and three programs per
-multiprocessor. With larger tiles a product reads less shared memory, and more spans load the queries less often."""
-_MOST_PROGRAMS = 3
+_TILE, _TILE_OF_8_HEADS = _Tile(32, 128, 3, 1), _Tile(64, 168, 1, 4)
+"""The second tile is for 5 to 8 heads of at most 64 in bf16. The queries of 8 heads of 64 fill so much shared memory
+that only one stage lets three programs share a multiprocessor. With the first tile and 4 heads four programs do. A
+product with more keys reads less shared memory, and more spans load the queries less often."""
 
 _TIED_SPANS = 8
 """Spans of keys per program in the kernel for tiles with tied rows. Such tiles are rare, and fewer programs skip the
@@ -110,7 +110,8 @@ def write_candidates(
 
 def _tile(inputs: ScoreInputs) -> _Tile:
     queries = inputs.indexer.queries
-    return _TILE_OF_MANY_HEADS if queries.shape[2] > 4 and queries.dtype == torch.bfloat16 else _TILE
+    heads, dim = queries.shape[2:]
+    return _TILE_OF_8_HEADS if 4 < heads <= 8 and dim <= 64 and queries.dtype == torch.bfloat16 else _TILE
 
 
 def _options(inputs: ScoreInputs) -> dict[str, int]:
@@ -119,23 +120,8 @@ def _options(inputs: ScoreInputs) -> dict[str, int]:
         "BLOCK_COLS": tile.columns,
         "TILES": columns_per_program(inputs) // tile.columns,
         "maxnreg": tile.registers,
-        "num_stages": _stages(inputs),
+        "num_stages": min(tile.most_stages, score_tiles(inputs).stages),
     }
-
-
-def _stages(inputs: ScoreInputs) -> int:
-    """Return the stages of the loop over keys. With many heads, fewer stages may let more programs share a
-    multiprocessor, whose shared memory holds the queries of all heads. The result is the largest such number."""
-    tiles, tile = score_tiles(inputs), _tile(inputs)
-    if tile is _TILE:
-        return tiles.stages
-    heads, dim = inputs.indexer.queries.shape[2:]
-    room = shared_memory(inputs.device) // (next_power_of_2(dim) * inputs.indexer.queries.element_size())
-
-    def programs(stages: int) -> int:
-        return min(room // (heads * tiles.rows + stages * tile.columns), _MOST_PROGRAMS)
-
-    return max(range(tiles.stages, 0, -1), key=programs)  # the first one of equals
 
 
 @triton.jit

@@ -302,7 +302,10 @@ def test_wrong_use(run, tmp_path, monkeypatch, capsys):
         ((*of_run, "--data", ""), "--data '': names no place; give the folder of a text"),
         ((*of_run, "--data", "a="), "--data 'a=': names no place"),
         ((*of_run, "--stride", "64"), "above the context length 32"),
-        ((*of_run, "--context-length", "10000000"), "use a larger split or a smaller --context-length"),
+        (
+            (*of_run, "--context-length", "10000000"),
+            "shorter sequences (seq_len_tokens; in evaluate.py --context-length)",
+        ),
         ((*of_run, "--device", "abacus"), "--device abacus: not on this machine"),
         ((*of_run, "--device", "meta"), "--device meta: models run only on cpu and cuda"),
         ((*of_run, "--out", file), f"{file} is not a writable folder"),
