@@ -154,7 +154,8 @@ def take_turn(found: Found, turns: Turns, is_last: bool, parallel: Parallel) -> 
             trainee.step(batches)
         seconds = time_steps(lambda: trainee.step(batches), turns.steps, parallel.device)
         found.step_seconds.append(statistics.median(seconds))
-        peak = torch.cuda.max_memory_allocated(parallel.device) + trainee.graph_bytes
+        with_graph = torch.cuda.memory_allocated(parallel.device) + trainee.graph_bytes
+        peak = max(torch.cuda.max_memory_allocated(parallel.device), with_graph)
         found.peak_gib = max(found.peak_gib, peak / 2**30)
         if is_last:
             found.synchronizations = count_synchronizations(trainee, batches)

@@ -181,19 +181,27 @@ def _compute(
     model, optimizer = training.model, training.optimizer
     config, parallel = training.config, training.parallel
     local = optimizer.local_backward
+
+    def run() -> list[dict[str, torch.Tensor]]:
+        with model.runtime.during(attention_pass):
+            losses = _run_schedule(optimizer.modules, micro_batches, loss_tokens, config, parallel, local)
+        model.runtime.stats.sum_up()  # meanwhile the device runs the backward pass
+        return losses
+
     optimizer.begin_step()
     # In the indexer warm-up the base needs no autograd graph. Each layer runs the indexer's backward pass itself, and
     # the schedule runs forward only.
     with model.work_time.part("forward_backward"):
-        with model.runtime.during(attention_pass), torch.no_grad() if local else nullcontext():
-            graph = training.graph
-            if graph is not None and not attention_pass.measuring and graph.is_due():
+        with torch.no_grad() if local else nullcontext():
+            graph, measures = training.graph, attention_pass.measuring
+            if graph is not None and not measures and graph.is_due():
                 losses = _run_graph(training, graph, micro_batches, loss_tokens, attention_pass)
+            elif graph is not None:
+                losses = graph.run_plain(run, measures)
             else:
-                losses = _run_schedule(optimizer.modules, micro_batches, loss_tokens, config, parallel, local)
+                losses = run()
         if local:
             optimizer.reduce_gradients()
-        model.runtime.stats.sum_up()  # meanwhile the device runs the backward pass
     with model.work_time.part("optimizer"):
         loss_sum = _sum_of(losses, parallel)
         loss_share = loss_sum.double() / loss_tokens
@@ -322,17 +330,16 @@ def _run_graph(
     replayed = count if no_sync is None else count - 1
     draws = sampled_one_of(training.config.train.seq_len_tokens, attention_pass.row_fraction)
     of_all = replace(attention_pass, kl_grad_scale=0.0, row_draw=0)
+    drawn = [(attention_pass.row_draw + number) % draws for number in range(count)]
+    runs = [partial(_pass_over_one, training, count, replace(of_all, row_draw=draw)) for draw in drawn]
     losses = []
-    for number, given in enumerate(inputs):
-        draw = (attention_pass.row_draw + number) % draws
-        run = partial(_pass_over_one, training, count, replace(of_all, row_draw=draw))
-        if number < replayed:
-            with nullcontext() if no_sync is None else no_sync():
-                losses.append(graph.run(run, given, (count, of_all), draw))
-        else:
-            losses.append(run(given))
+    with nullcontext() if no_sync is None else no_sync():
+        for run, given, draw in list(zip(runs, inputs, drawn, strict=True))[:replayed]:
+            losses.append({"loss_sum": graph.run(run, given, (count, of_all), draw)})
+    if replayed < count:
+        losses += graph.run_plain(lambda: [{"loss_sum": runs[-1](inputs[-1])}], measures=False)
     training.optimizer.reduce_gradients()
-    return [{"loss_sum": loss} for loss in losses]
+    return losses
 
 
 def _pass_over_one(

@@ -62,7 +62,7 @@ class OurTrainee:
     @property
     def warm_up_steps(self) -> int:
         """Return the number of first steps that differ from later ones, apart from compilation."""
-        return 0 if self.graph is None else WARM_UP_STEPS
+        return 0 if self.graph is None else WARM_UP_STEPS + 1  # a step with measurements
 
     @property
     def graph_bytes(self) -> int:
@@ -81,6 +81,7 @@ class OurTrainee:
     ) -> None:
         parts = (self.model, self.optimizer, self.config, self.parallel, self.detector)
         training = Training(*parts, graph=self.graph, hold_update=hold_update)
+        measures |= self.graph is not None and not self.graph.has_measured
         self.result = train_step(training, batches, self.lr, step=0, measures=measures)
 
     def loss(self) -> float:

@@ -112,7 +112,8 @@ class Subject:
     def peak_bytes(self) -> int:
         torch.cuda.reset_peak_memory_stats()
         self.step_seconds()
-        return torch.cuda.max_memory_allocated() - self.others_bytes + self.bench.graph_bytes
+        with_graph = torch.cuda.memory_allocated() + self.bench.graph_bytes
+        return max(torch.cuda.max_memory_allocated(), with_graph) - self.others_bytes
 
 
 @dataclass(frozen=True)

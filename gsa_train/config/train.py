@@ -44,9 +44,8 @@ class TrainConfig:
     cuda_graphs: bool = False
     """Run the forward and backward pass of a micro-batch as a CUDA graph, so that the host's launches do not limit the
     speed. The bits stay the same. Logged steps, validation and phases that train only the indexer run without a graph,
-    and need the memory of a pass in addition to the graph's memory. With `parallel.overlap_grad_reduce` the last
-    micro-batch of a step also runs without a graph. Tensor, context, pipeline and expert parallelism and recomputation
-    are excluded."""
+    and so does the last micro-batch of a step with `parallel.overlap_grad_reduce`. Only validation needs memory in
+    addition to the graph's memory. Tensor, context, pipeline and expert parallelism and recomputation are excluded."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again to save memory: none, attention after its projections
     (`selective`), or whole layers (`full`)."""

@@ -12,6 +12,9 @@ other.
 A graph reads and writes fixed addresses, so these addresses must stay valid. Weights, gradient buffers and moving
 averages are therefore updated in place, and each micro-batch is copied into fixed inputs before its replay. Python code
 in a pass runs only while the graph is captured, not in a replay.
+
+Logged steps run without a graph, and so does the last micro-batch of a step with `parallel.overlap_grad_reduce`. These
+passes allocate their tensors in the memory of the graphs (`run_plain`), so they need no memory of their own.
 """
 
 from __future__ import annotations
@@ -30,11 +33,16 @@ from gsa_train.optimizer.interface import PhaseOptimizer
 logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 2
-"""Steps without a graph before the capture, in which kernels are compiled and libraries create their handles."""
+"""Steps without a graph before the capture, in which kernels are compiled and libraries create their handles. A logged
+step also comes before the capture, so that what it keeps for later steps is not in the memory of the graphs."""
 
 
 class CaptureError(RuntimeError):
     """A pass cannot be captured. The message names the remedy."""
+
+
+Results = list[dict[str, torch.Tensor]]
+"""Named results of each micro-batch, 0-d."""
 
 
 class PassInputs(NamedTuple):
@@ -72,16 +80,46 @@ class MicroBatchGraph:
         """Number of micro-batches run by a graph."""
         self.memory_bytes = 0
         """Device memory for the intermediate tensors of a pass, held for the lifetime of the graphs."""
+        self.has_measured = False
+        """Whether a step with measurements has run."""
         self._steps = 0
         self._inputs: PassInputs | None = None
         self._fixed: Hashable = None
         self._captured: dict[int, Captured] = {}
-        self._pool: Any = None
+        self._pool: torch.cuda.MemPool | None = None
 
     def is_due(self) -> bool:
         """Whether the next step uses graphs. Call it exactly once for each step without measurements."""
         self._steps += 1
-        return self._steps > WARM_UP_STEPS
+        return self._steps > WARM_UP_STEPS and self.has_measured
+
+    def run_plain(self, run_passes: Callable[[], Results], measures: bool) -> Results:
+        """Run passes without a graph, in the memory of the graphs if they exist.
+
+        The next replay overwrites this memory. The results are therefore copied, and nothing else may remain there.
+
+        Args:
+            run_passes: runs forward and backward and returns named results of each micro-batch.
+
+        Raises:
+            RuntimeError: a pass left a tensor in the memory of the graphs.
+        """
+        self.has_measured |= measures
+        if self._pool is None:
+            return run_passes()
+        held = _allocated_bytes(self._pool)
+        # Only the thread that enters a pool allocates in it, so the backward pass must run in this thread.
+        with torch.cuda.use_mem_pool(self._pool), torch.autograd.set_multithreading_enabled(False):
+            results = run_passes()
+        copies = [{name: result.clone() for name, result in each.items()} for each in results]
+        del results
+        left = _allocated_bytes(self._pool) - held
+        if left != 0:
+            raise RuntimeError(
+                f"train.cuda_graphs = true: a pass without the graph left {left} bytes in the memory of the graph, "
+                "which the next step would overwrite; set it to false, and please report this"
+            )
+        return copies
 
     def run(
         self,
@@ -124,11 +162,12 @@ class MicroBatchGraph:
         began = time.perf_counter()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.MemPool()
         try:
             # During capture other threads, such as NCCL's, may call the device.
             stream = torch.cuda.current_stream()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            handle: Any = pool.id  # the type that torch expects has no public name
+            with torch.cuda.graph(graph, pool=handle, stream=stream, capture_error_mode="thread_local"):
                 loss_sum = run_pass(inputs)
         except RuntimeError as error:
             # The end of the capture replaces an inner error by its own error.
@@ -139,7 +178,7 @@ class MicroBatchGraph:
                 "train.cuda_graphs = true: a pass over a micro-batch cannot be captured (the error above says where); "
                 "set it to false"
             ) from error
-        self._pool = graph.pool()
+        self._pool = pool
         self.memory_bytes += torch.cuda.memory_reserved() - before
         logger.info(
             "captured a micro-batch's forward and backward pass as a CUDA graph in %.1f s; graphs hold %.2f GiB "
@@ -148,6 +187,11 @@ class MicroBatchGraph:
             self.memory_bytes / 2**30,
         )
         return Captured(graph.replay, loss_sum)
+
+
+def _allocated_bytes(pool: torch.cuda.MemPool) -> int:
+    """Return the bytes of the tensors that exist in a pool."""
+    return sum(segment["allocated_size"] for segment in torch.cuda.memory_snapshot(pool.id))
 
 
 def leave_default_stream(device: torch.device) -> None:

@@ -27,9 +27,9 @@ EXPERTS = (
 )
 BIASES = ("moe.router_score=sigmoid", "moe.balancing=aux_free", "moe.bias_update_rate=0.01")
 
-STEPS = 9
-MEASURED = 5
-"""A logged step, with a validation after it."""
+STEPS = 10
+MEASURED = 1, 6
+"""Logged steps, each with a validation after it."""
 
 
 @dataclass
@@ -51,16 +51,16 @@ def train(name: str, *overrides: str) -> Trained:
     optimizer = build_optimizer(model, config.phases[-1], config)
     detector = SpikeDetector(config.monitor, parallel.device)
     training = Training(model, optimizer, config, parallel, detector, graph=new_graph(optimizer, config))
-    numbers, places, in_use = [], set(), set()
+    numbers, places, in_use, reserved = [], set(), set(), 0
     for step in range(STEPS):
         batches = test_step_on_gpu.batches_of(config, parallel, step)
         torch.cuda.synchronize()
         # The capture itself waits, and so does a step with measurements.
-        waits = step <= WARM_UP_STEPS or step == MEASURED
+        waits = step <= WARM_UP_STEPS + 1 or step in MEASURED
         torch.cuda.set_sync_debug_mode("default" if waits else "error")
         began = time.perf_counter()
         try:
-            result = train_step(training, batches, 1e-3, step, measures=step == MEASURED)
+            result = train_step(training, batches, 1e-3, step, measures=step in MEASURED)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
@@ -68,9 +68,15 @@ def train(name: str, *overrides: str) -> Trained:
         numbers.append((result.loss_sum.item(), result.grad_norm.item()))
         trained = [p for p in model.gpt.parameters() if p.requires_grad]
         places.add(tuple(address for p in trained for address in (p.data_ptr(), p.main_grad.data_ptr())))
-        if step == MEASURED:
+        if training.graph is not None and step == max(MEASURED):  # it has used the memory of the graph
+            grown, held = torch.cuda.memory_reserved() - reserved, training.graph.memory_bytes
+            print(f"a logged step reserves {grown} bytes, the graphs {held}")
+            assert held > 0
+            assert grown <= held // 2
+        reserved = torch.cuda.memory_reserved()
+        if step in MEASURED:
             evaluation_step(model, batches, config, parallel)
-        if step > MEASURED:
+        if step > max(MEASURED):
             in_use.add(torch.cuda.memory_allocated())
     assert len(places) == 1  # the memory that a graph reads and writes
     print(f"{name} {overrides}: last step {milliseconds:.2f} ms, in use {sorted(in_use)}")
@@ -106,7 +112,7 @@ def test_every_bit_is_as_without_graphs(case: str) -> None:
     with_graphs = train(name, *overrides, GRAPHS)
     assert without.replays == 0
     replayed = 1 if OVERLAP in overrides else 2  # of a step's two micro-batches
-    assert with_graphs.replays == replayed * (STEPS - WARM_UP_STEPS - 1)
+    assert with_graphs.replays == replayed * (STEPS - WARM_UP_STEPS - len(MEASURED))
     assert with_graphs.numbers == without.numbers
     assert len({loss for loss, _ in without.numbers}) == STEPS
     assert with_graphs.tensors.keys() == without.tensors.keys()

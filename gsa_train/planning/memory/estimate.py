@@ -51,8 +51,8 @@ class MemoryEstimate:
     buffers: float
     """Bytes that are allocated all the time."""
     graph: float
-    """Bytes held by the CUDA graph of a micro-batch (`train.cuda_graphs`). They equal the memory of a pass, which
-    logged steps without the graph need, too."""
+    """Additional bytes for validation with `train.cuda_graphs`. Steps without a graph use the memory of the graphs, but
+    validation cannot."""
 
     @property
     def total(self) -> float:
@@ -78,7 +78,7 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
     has_cuda_graph = train.cuda_graphs and has_graph(config, phase)
     buffers = _buffers(config, phase, sizes, micro_batches)
     buffers += _passed_on(config, phase, sizes, stage, micro_batches)
-    graph = activations + max(working, logits) if has_cuda_graph else 0.0
+    graph = max(working, logits) if has_cuda_graph else 0.0
     return MemoryEstimate(weights, gradients, optimizer, activations, working, logits, buffers, graph)
 
 
