@@ -5,7 +5,7 @@
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 `key=value` overrides a field of all configs (`model.num_layers=4` for a quick look), and `--configs NAME,key=value` a
-field of one config. CUDA graphs are off unless a field sets `train.cuda_graphs=true`. `baseline_1.7b` is the model of
+field of one config. `baseline_1.7b` is the model of
 standard_1.7b in plain torch (whole_steps/baseline.py), and `baseline_float8_1.7b` needs torchao. The last default
 config trains its indexer on all queries. Step times are medians over turns of three unlogged steps. Each config takes
 turns with the first config, because the clock of a device changes with its temperature. For each pair of neighbouring
@@ -56,7 +56,6 @@ def load(name: str, sequences: int, overrides: list[str]) -> Config:
     name, *own = name.split(",")
     path = harness.ROOT / "configs" / f"{BASELINE.sub('standard', name)}.yaml"
     fixed = [f"train.global_batch_size={sequences}", "train.micro_batch_size=1", "data.num_workers=0"]
-    fixed.append("train.cuda_graphs=false")  # in no model, because the plain one has none
     return load_config(path, [*fixed, *overrides, *own], world_size=1, need_data=False)
 
 
