@@ -5,13 +5,12 @@
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 `key=value` overrides a field of all configs (`model.num_layers=4` for a quick look), and `--configs NAME,key=value` a
-field of one config. `baseline_1.7b` is the model of
-standard_1.7b in plain torch (whole_steps/baseline.py), and `baseline_float8_1.7b` needs torchao. The last default
-config trains its indexer on all queries. Step times are medians over turns of three unlogged steps. Each config takes
-turns with the first config, because the clock of a device changes with its temperature. For each pair of neighbouring
-turns the config's time is divided by the first config's. `ratio` is the median of these quotients, with its standard
-error. The table by part shows the kernel time of one profiled step in ms per sequence. `idle` is the time without any
-kernel.
+field of one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
+`baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries. Step times are medians
+over turns of three unlogged steps. Each config takes turns with the first config, because the clock of a device changes
+with its temperature. For each pair of neighbouring turns the config's time is divided by the first config's. `ratio` is
+the median of these quotients, with its standard error. The table by part shows the kernel time of one profiled step in
+ms per sequence. `idle` is the time without any kernel.
 
 With --lengths (`make bench-step`), the bench measures standard models (cuDNN attention) and GSA models at several
 lengths (whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. The bench

@@ -5,9 +5,9 @@
         --layouts "tp=1;tp=2,sp;tp=1,recompute=full" --json runs/bench.json [key=value ...]
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
-CUDA graphs are off unless a field sets `train.cuda_graphs=true`. All layouts have the same number of sequences per
-device. The short name of a layout gives its parallel sizes (whole_steps/layout_names.py). The data-parallel size
-follows from the number of ranks. The bench also runs on CPUs, but there it reports neither memory nor MFU.
+All layouts have the same number of sequences per device. The short name of a layout gives its parallel sizes
+(whole_steps/layout_names.py). The data-parallel size follows from the number of ranks. The bench also runs on CPUs, but
+there it reports neither memory nor MFU.
 
 With --breakdown, the bench traces two more steps of each model. It prints the mean time per step of each part of the
 model, in milliseconds, on the device of rank 0. `exposed` is the time in which only kernels of NCCL ran, which includes

@@ -81,7 +81,6 @@ class StepCase:
             "data.num_workers=0",
             "data.num_lanes=1",
             "data.attend_across_documents=true",  # each sequence is one document
-            "train.cuda_graphs=false",  # only models named `..._graphs` have graphs
             # The moving average of the variance keeps the value of the first step.
             "gsa.variance_ema_decay=0.9999",
         ]

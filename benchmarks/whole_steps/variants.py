@@ -44,7 +44,6 @@ class Sizes:
             "data.num_workers=0",
             f"data.num_lanes={world_size}",
             "train.micro_batch_size=1",
-            "train.cuda_graphs=false",  # few layouts can have graphs, and megatron-core's model has none
             "logging.wandb=disabled",  # nothing is logged, so its package need not be installed
         ]
         if self.seq_len_tokens is not None:

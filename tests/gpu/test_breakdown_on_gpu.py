@@ -21,7 +21,6 @@ from whole_steps.step_trace import in_columns, trace_steps
 SMALL = (
     *("model.num_layers=4", "model.vocab_size=8192", "data.num_workers=0", "train.recompute=full"),
     *("train.seq_len_tokens=4096", "train.micro_batch_size=2", "train.global_batch_size=8"),
-    "train.cuda_graphs=false",
 )
 
 

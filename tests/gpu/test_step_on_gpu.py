@@ -21,7 +21,7 @@ SMALL = (
     *("model.num_layers=2", "model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=2"),
     *("model.head_dim=64", "model.ffn_hidden_size=1376", "model.vocab_size=4096", "model.init_std=0.05"),
     *("train.seq_len_tokens=1024", "train.micro_batch_size=2", "train.global_batch_size=4"),
-    *("data.num_workers=0", "train.cuda_graphs=false"),
+    "data.num_workers=0",
 )
 ALL_KEYS = ("gsa.k_min=1024", "gsa.k_base=1024", "gsa.k_max=1024")
 """All keys are selected, so rounding cannot change a selection."""

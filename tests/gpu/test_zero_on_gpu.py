@@ -23,7 +23,7 @@ MODEL = (
     *("model.head_dim=64", "model.ffn_hidden_size=1376", "model.vocab_size=8192"),
     *("train.seq_len_tokens=512", "train.micro_batch_size=1", "train.global_batch_size=4"),
     *("gsa.k_min=512", "gsa.k_base=512", "gsa.k_max=512"),
-    *("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false", "train.cuda_graphs=false"),
+    *("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"),
     "train.fused_ops=none",  # otherwise DeepSpeed's weight gradients are rounded to bf16, and megatron's are not
 )
 STRATEGIES = {

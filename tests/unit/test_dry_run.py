@@ -23,8 +23,7 @@ GSA = CONFIGS / "gsa_1.7b.yaml"
 
 
 def load(overrides: Sequence[str] = (), world_size: int = 8) -> Config:
-    options = ["train.cuda_graphs=false", *overrides]
-    return load_config(GSA, options, world_size=world_size, need_data=False)
+    return load_config(GSA, overrides, world_size=world_size, need_data=False)
 
 
 def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):

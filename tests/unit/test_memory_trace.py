@@ -154,8 +154,8 @@ def traced(
     return dict(zip([*steps, *selections, *two_steps], json.loads(out.read_text()), strict=True))
 
 
-FEW = ["model.num_layers=2", "train.global_batch_size=8", "train.cuda_graphs=off"]
-"""Layers and sequences; each micro-batch has four sequences, and no CUDA graph, which most layouts exclude."""
+FEW = ["model.num_layers=2", "train.global_batch_size=8"]
+"""Layers and sequences; each micro-batch has four sequences."""
 
 
 @pytest.mark.parametrize("name", with_nightly(CASES, NIGHTLY))
@@ -196,8 +196,7 @@ def test_a_step_leaves_no_more_than_the_one_before(name: str, traced: dict[str, 
 
 
 def estimate(overrides=(), world_size=8, stage=0, phase=-1):
-    options = ["train.cuda_graphs=off", *overrides]
-    config = load_config(REPOSITORY / GSA, options, world_size=world_size, need_data=False)
+    config = load_config(REPOSITORY / GSA, overrides, world_size=world_size, need_data=False)
     return estimate_memory(config, config.phases[phase], world_size, stage)
 
 
@@ -256,7 +255,7 @@ def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
         monkeypatch.setattr(limits, "segments_bytes", segments)
         for length in lengths:
             options = ["gsa.attention_kernel=gathered", "train.micro_batch_size=1", "parallel.tensor=4"]
-            options += [f"train.seq_len_tokens={length}", "train.cuda_graphs=off"]
+            options.append(f"train.seq_len_tokens={length}")
             config = load_config(REPOSITORY / GSA, options, world_size=8, need_data=False)
             taken = memory_selection.attending_bytes(config, sizes_of(config))
             counted.setdefault(length, []).append(taken)
