@@ -5,7 +5,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_study.commands.results import main
+from gsa_train.process.as_command import as_command
+
+with as_command():
+    from gsa_study.commands.results import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,12 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import sentencepiece
-
-from gsa_data import prepare_tokens
-from gsa_data.documents import Document, read_documents
 from gsa_data.faults import DataFault, Reading, naming
-from gsa_data.shards import build_manifest
 
 LONGEST_LINE_BYTES = 4192
 """The default of sentencepiece's max_sentence_length. Its BPE fails on words of more than 65535 characters."""
@@ -29,6 +24,19 @@ LONGEST_LINE_BYTES = 4192
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. Bad input prints a line to stderr and gives 2."""
+    try:
+        return _run(_parse(arguments))
+    except (KeyboardInterrupt, ImportError) as error:
+        # dill, which torch imports, turns Ctrl-C into an error of its own.
+        if isinstance(error, ImportError) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        print("interrupted; start the same command again", file=sys.stderr)
+        return 130
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    from gsa_data import prepare_tokens  # imported here: it loads torch, and `main` catches Ctrl-C meanwhile
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,7 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
     tokens = commands.add_parser("tokens", help="tokenize the shards of a folder once, for many runs")
     prepare_tokens.add_arguments(tokens)
     tokens.set_defaults(run=prepare_tokens.run)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         return int(options.run(options))
     except (DataFault, ValueError, OSError) as fault:  # ValueError: a bad tokenizer file or limit
@@ -57,9 +68,6 @@ def main(arguments: list[str] | None = None) -> int:
             said = f"--out {options.out}: {fault}; make room there, or give another --out"
         print(f"error: {said}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted; start the same command again", file=sys.stderr)
-        return 130
 
 
 def _is_of(out: Path, fault: OSError) -> bool:
@@ -96,6 +104,12 @@ def train_tokenizer(shards: str, out: Path, vocab_size: int, text_field: str = "
     Raises:
         DataFault: `out` exists, or the shards hold too little text for a vocabulary of this size
     """
+    # Imported here, because they load slowly.
+    import sentencepiece
+
+    from gsa_data.documents import Document, read_documents
+    from gsa_data.shards import build_manifest
+
     if out.is_dir():
         raise DataFault(f"--out {out}: a folder; give the file of the tokenizer")
     if out.exists():  # checkpoints and tokens may depend on it

@@ -20,13 +20,17 @@ READER_LEFT = 141
 def as_command() -> Iterator[None]:
     """Decorate a command's `main`. At Ctrl-C, or if memory is exhausted, the command prints a line instead of a
     traceback. If the reader of its output has ended, it prints nothing. Training does not use this decorator, because
-    it handles signals itself."""
+    it handles signals itself. Scripts also import their commands under it, because an import may take a second."""
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()  # an error at the interpreter's exit could not be caught
-    except KeyboardInterrupt:
+            if sys.stdout is not None:  # as it is if descriptor 1 is closed
+                sys.stdout.flush()  # an error at the interpreter's exit could not be caught
+    except (KeyboardInterrupt, ImportError) as error:
+        # dill, which torch imports, turns Ctrl-C into an error of its own.
+        if isinstance(error, ImportError) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except (MemoryError, RuntimeError) as error:

@@ -23,14 +23,18 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in (".", "kernels", "data")]
 
-from gsa_train.cli import refuse_dashed_fields
-from gsa_train.config import Config, ConfigError, config_to_yaml, load_config
-from gsa_train.planning.choices import unknown_choices
+from gsa_train.process.as_command import as_command
+
+with as_command():
+    from gsa_train.cli import refuse_dashed_fields
+    from gsa_train.config import Config, ConfigError, config_to_yaml, load_config
+    from gsa_train.planning.choices import unknown_choices
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEMPLATE = Path(__file__).with_name("job.sh")
 
 
+@as_command()
 def main() -> int:
     arguments = parse_arguments()
     ranks_per_node = arguments.ranks_per_node or arguments.gpus_per_node or 1

@@ -3,6 +3,8 @@
 import importlib
 import os
 import pkgutil
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from gsa_eval import commands as evaluation_commands
 from gsa_study import commands as study_commands
 from gsa_train import commands
 from gsa_train.process.as_command import READER_LEFT, as_command
+from gsa_train.process.exit_codes import INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
 # Training continues without a reader and handles signals itself. config_reference is for `make docs`.
@@ -48,6 +51,16 @@ def test_another_broken_pipe_is_an_error() -> None:
         raise BrokenPipeError
 
 
+def test_ctrl_c_that_a_library_hides_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    hidden = ImportError()
+    hidden.__context__ = KeyboardInterrupt()
+    with pytest.raises(SystemExit) as end, as_command():
+        raise hidden
+    assert (end.value.code, capsys.readouterr().err) == (INTERRUPTED, "stopped by Ctrl-C\n")
+    with pytest.raises(ImportError), as_command():
+        raise ImportError
+
+
 def test_no_memory_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end, as_command():
         torch.empty(1 << 60, dtype=torch.uint8)
@@ -60,6 +73,37 @@ def test_no_memory_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
             raise error
     with pytest.raises(RuntimeError, match="shapes"), as_command():
         raise RuntimeError("shapes do not fit")
+
+
+SCRIPTS = [*sorted((ROOT / "launch").rglob("*.py")), ROOT / "data" / "prepare.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_ctrl_c_in_a_scripts_imports_is_a_line(script, monkeypatch, capsys):
+    """The last import of a script is its own command, or the last part of that."""
+    (name,) = re.findall(r"\n    from (gsa_\S+) import [^\n]+\n\n", script.read_text("utf-8"))
+
+    class Pressed:
+        @staticmethod
+        def find_spec(found: str, *_: object) -> None:
+            if found == name:
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Pressed, *sys.meta_path])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code == INTERRUPTED
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def test_an_installed_command_loads_torch_only_where_it_catches_ctrl_c() -> None:
+    names = re.findall(r'^gsa-\S+ = "(.+):main"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert "gsa_data.prepare" in names
+    code = f"import sys, {', '.join(names)}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_every_command_ends_so() -> None:
