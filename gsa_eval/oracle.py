@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from gsa_eval.convert.read_hf import check_config
 
 NAME = "oracle"
 """Name in transformers' registry of attention, which holds one form at a time."""
@@ -141,18 +142,18 @@ def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) 
 def load_decoder(folder: Path, **options: Any) -> Any:
     """
     Raises:
-        ValueError: the weights are damaged, or do not fit config.json. transformers would fill them up at random.
+        ValueError: config.json or the weights are damaged, or do not fit each other. transformers would fill the
+            weights up at random.
     """
-    remedy = "copy the folder from its source again"
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-    except SafetensorError as error:
-        raise ValueError(f"--hf {folder}: the weights are damaged ({error}); {remedy}") from error
+    check_config(folder)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
     for kind in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, loaded[1][f"{kind}_keys"])):
-            raise ValueError(f"--hf {folder}: {kind} in the weights: {names[0]}; {remedy}")
+            raise ValueError(
+                f"--hf {folder}: {kind} in the weights: {names[0]}; copy the folder from its source again"
+            )
     return loaded[0]
 
 

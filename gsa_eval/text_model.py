@@ -42,6 +42,7 @@ def load_text_model(source: Source, attention: str) -> TextModel:
         )
     try:
         theirs = AutoTokenizer.from_pretrained(source.hf, trust_remote_code=False)
+        theirs("")  # fails if a setting, such as model_max_length, is of a wrong type
     except Exception as error:  # tokenizers raises this class for damaged files
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:  # transformers asks for it

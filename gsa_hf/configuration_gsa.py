@@ -22,6 +22,7 @@ LEAST = {
     **dict.fromkeys(("moe_intermediate_size", "index_n_heads", "index_head_dim", "index_topk"), 1),
     **dict.fromkeys(("k_min", "k_max", "index_topk_freq"), 1),
     **dict.fromkeys(("local_window", "dense_below", "indexer_loss_coef"), 0),
+    **dict.fromkeys(("num_experts", "shared_expert_intermediate_size"), 0),
 }
 """Maps fields to their smallest values."""
 RENAMED = {

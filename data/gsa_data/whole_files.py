@@ -13,6 +13,8 @@ MOST_BYTES = 1 << 28
 """The default size limit, which is ten times the largest known tokenizer.json"""
 MOST_LEVELS = 64
 """The limit of nested lists and objects. Python's parsers end in a RecursionError at a thousand."""
+MODEL_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""The files of a transformers model that hold an object"""
 
 
 def check_kind(path: str | Path, remedy: str = "give a regular file") -> None:
@@ -60,6 +62,23 @@ def parse_json(content: str | bytes) -> Any:
     if too_deep:
         raise ValueError(f"lists and objects are nested more than {MOST_LEVELS} levels deep")
     return tree
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a model's folder.
+
+    Raises:
+        ValueError: the file is missing, is not JSON, or holds no object. The error names the file and the remedy.
+    """
+    try:
+        content = parse_json(read_whole(path))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; give the folder of a model") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it holds no fields; copy it from its source again")
+    return content
 
 
 def is_too_deep(tree: Any) -> bool:

@@ -10,13 +10,13 @@ means wrong use, a folder without a GSA model, or a missing package.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from gsa_data.whole_files import MODEL_FILES, read_json_object
 from gsa_train.process.as_command import as_command
 
 
@@ -45,9 +45,12 @@ def main() -> int:
 
 def model_problem(folder: Path) -> str | None:
     try:
-        model_type = json.loads((folder / "config.json").read_text("utf-8")).get("model_type")
-    except (OSError, ValueError) as error:
-        return f"--hf {folder}: {error}; give a folder that export_hf.py wrote"
+        model_type = read_json_object(folder / "config.json").get("model_type")
+        for name in MODEL_FILES:
+            if (folder / name).exists():
+                read_json_object(folder / name)
+    except ValueError as error:
+        return f"--hf {folder}: {error}"
     if model_type != "gsa":
         return f"--hf {folder}: model_type is {model_type!r}; give a folder that export_hf.py wrote"
     return None

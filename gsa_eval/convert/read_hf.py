@@ -16,9 +16,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig
 
-from gsa_data.whole_files import check_kind, parse_json, read_whole
-from gsa_eval.convert.safetensors_folder import SINGLE, SafetensorsFolder
+from gsa_data.whole_files import MODEL_FILES, check_kind, parse_json, read_json_object, read_whole
+from gsa_eval.convert.safetensors_folder import INDEX, SINGLE, SafetensorsFolder
 from gsa_hf import GSAConfig, GSAForCausalLM
+from gsa_hf.configuration_gsa import LEAST
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OTHER_WEIGHTS = {
@@ -28,6 +29,8 @@ OTHER_WEIGHTS = {
 """Fields that make transformers read weights other than the checked ones."""
 MOST = dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts"), 10_000)
 """Limits of numbers from which transformers' configurations make lists."""
+SIZES = tuple(name for name in LEAST if name.endswith(("_size", "_heads", "_dim")))
+"""Sizes of tensors."""
 
 
 def read_hf_config(folder: Path, known: Collection[str]) -> Any:
@@ -39,9 +42,8 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
         ValueError: the config is missing, damaged, of an unknown architecture, or names weights of another
             format; or a file of the folder is unsafe to read, such as a pipe.
     """
-    check_files(folder)
+    content = check_config(folder)
     path = folder / "config.json"
-    content = _read_json(path)
     kind = content.get("model_type")
     if kind not in known:
         raise ValueError(
@@ -50,14 +52,6 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
     for field, remedy in OTHER_WEIGHTS.items():
         if field in content and (kind == GSAConfig.model_type or field != "quantization_config"):
             raise ValueError(f"{path}: {field} = {str(content[field])[:60]}: {remedy}")
-    for field, most in MOST.items():
-        value = content.get(field)
-        if isinstance(value, int | float) and value > most:
-            raise ValueError(f"{path}: {field} = {value}: more than {most}; give the number of the model")
-    if sizes := [name for name, value in _numbers(content) if isinstance(value, int) and abs(value) >> 62]:
-        raise ValueError(f"{path}: {sizes[0]} has more than 62 bits; give the number of the model")
-    if numbers := [name for name, value in _numbers(content) if not math.isfinite(value)]:
-        raise ValueError(f"{path}: {numbers[0]} is not finite; give a number")
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # The cause of a StrictDataclassError names field and value. KeyError: a field of YaRN is missing. TypeError: a
@@ -70,6 +64,39 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
     return found
 
 
+def check_config(folder: Path) -> dict[str, Any]:
+    """Returns the fields of config.json, whose numbers a model may have.
+
+    Raises:
+        ValueError: the file is missing or damaged, or a number cannot be real; or a file of the folder is unsafe to
+            read, such as a pipe.
+    """
+    check_files(folder)
+    path = folder / "config.json"
+    content = read_json_object(path)
+    if sizes := [name for name, value in _numbers(content) if isinstance(value, int) and abs(value) >> 62]:
+        raise ValueError(f"{path}: {sizes[0]} has more than 62 bits; give the number of the model")
+    if numbers := [name for name, value in _numbers(content) if not math.isfinite(value)]:
+        raise ValueError(f"{path}: {numbers[0]} is not finite; give a number")
+    has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
+    shapes = SafetensorsFolder(folder).shapes.values() if has_weights else ()
+    # No size exceeds the numbers in the largest tensor. torch fails at a shape that does not fit 64 bits.
+    most = MOST | dict.fromkeys(SIZES, max(map(math.prod, shapes), default=math.inf))
+    for field, value in content.items():
+        if not isinstance(value, int | float):  # transformers checks the types
+            continue
+        of_what = ", the numbers in the largest tensor of the weights" if field in SIZES else ""
+        if value < LEAST.get(field, value):
+            raise ValueError(
+                f"{path}: {field} = {value}: less than {LEAST[field]}; give the number of the model"
+            )
+        if value > most.get(field, value):
+            raise ValueError(
+                f"{path}: {field} = {value}: more than {most[field]}{of_what}; give the number of the model"
+            )
+    return content
+
+
 def check_files(folder: Path) -> None:
     """Check files before transformers opens them, because transformers blocks on a pipe and parses JSON of any depth.
 
@@ -80,7 +107,9 @@ def check_files(folder: Path) -> None:
         return
     for path in sorted(folder.iterdir()):
         check_kind(path, "copy the folder from its source again")
-        if path.suffix == ".json" and path.is_file():
+        if path.name in MODEL_FILES:
+            read_json_object(path)
+        elif path.suffix == ".json" and path.is_file():
             try:
                 parse_json(read_whole(path))
             except ValueError as error:
@@ -188,25 +217,13 @@ def named_eos(folder: Path) -> str | None:
         ValueError: the file is damaged.
     """
     path = folder / "tokenizer_config.json"
-    token = _read_json(path).get("eos_token") if path.is_file() else None
+    token = read_json_object(path).get("eos_token") if path.is_file() else None
     token = token.get("content") if isinstance(token, dict) else token
     if token is not None and not isinstance(token, str):
         raise ValueError(
             f"{path}: eos_token = {str(token)[:60]}: is not text; give the token as it is written"
         )
     return token
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(read_whole(path))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; give the folder of a model") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it holds no fields; copy it from its source again")
-    return content
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from gsa_data.whole_files import parse_json, read_whole
+from gsa_data.whole_files import read_json_object
 from gsa_train.checkpoint.files import sync
 
 SINGLE = "model.safetensors"
@@ -83,12 +83,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     """Returns a dict tensor -> file, or an empty dict if one file holds all. A single file has precedence over an
     index, as in transformers."""
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
-        try:
-            listed = parse_json(read_whole(folder / INDEX))["weight_map"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{folder / INDEX} is damaged: {error!r}; copy it from its source again"
-            ) from error
+        listed = read_json_object(folder / INDEX).get("weight_map")
         if (
             not isinstance(listed, dict)
             or not listed

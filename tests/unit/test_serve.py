@@ -14,7 +14,19 @@ from gsa_eval.commands import serve
 @pytest.mark.parametrize(
     ("model_type", "server", "found", "reason"),
     [
-        (None, "vllm", ("vllm",), "No such file or directory"),
+        (
+            None,
+            "vllm",
+            ("vllm",),
+            "config.json cannot be read: No such file or directory; give the folder of a",
+        ),
+        (
+            "[]",
+            "vllm",
+            ("vllm",),
+            "config.json is damaged: it holds no fields; copy it from its source again",
+        ),
+        ("{", "vllm", ("vllm",), "config.json is damaged: Expecting property name"),
         ("llama", "vllm", ("vllm",), "model_type is 'llama'; give a folder that export_hf.py wrote"),
         ("gsa", "vllm", (), "vLLM is not installed; run make setup-vllm"),
         ("gsa", "vllm", ("vllm",), "vLLM has no plug-in for GSA; run in the checkout: pip install ./kernels"),
@@ -33,7 +45,8 @@ def test_what_cannot_be_served_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if model_type is not None:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        content = model_type if model_type[0] in "[{" else json.dumps({"model_type": model_type})
+        (tmp_path / "config.json").write_text(content)
     monkeypatch.setattr(serve, "find_spec", lambda name: name if name in found else None)
     words = ["--hf", str(tmp_path), *(["--server", server] if server else [])]
     monkeypatch.setattr(sys, "argv", ["serve.py", *words])

@@ -152,6 +152,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "= 16: shorter than the 64.*--seq-len-tokens 16 or less",
     ),
     ({"model_type": "qwen3_next"}, "model_type = qwen3_next: unknown architecture"),
+    ({"num_key_value_heads": 0}, "config.json: num_key_value_heads = 0: less than 1; give the number of the"),
+    (
+        {"num_attention_heads": 10**18},
+        "num_attention_heads = 10+: more than 131072, the numbers in the largest",
+    ),
     ({"vocab_size": 4000}, "vocab_size = 4000: .* has 4096 tokens, more than the embedding has rows"),
     ({"intermediate_size": 40}, r"mlp.gate_proj.weight has the shape \[48, 32\], and \[40, 32\]"),
     ({"model_type": "qwen2"}, "self_attn.q_proj.bias: missing in the weights; copy the folder"),

@@ -103,6 +103,9 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
         folder = shutil.copytree(tmp_path / "model", tmp_path / wrong)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     os.truncate(tmp_path / "damaged" / "model.safetensors", 100_000)
+    for wrong, text in (("size", f'{{"vocab_size": {10**18}}}'), ("list", "[]")):
+        folder = shutil.copytree(tmp_path / "model", tmp_path / wrong)
+        (folder / ("config.json" if wrong == "size" else "generation_config.json")).write_text(text)
     for forms, more, message in (
         ("q1", (), "form 'q1': give"),
         ("q1k3", (), "25 keys are not a multiple of 3"),
@@ -110,7 +113,13 @@ def test_the_command(model, tmp_path, monkeypatch, capsys):
         ("", ("--hf", tmp_path / "missing"), f"missing in the weights: {name}; copy"),
         ("", ("--hf", tmp_path / "unexpected"), "unexpected in the weights: model.more; copy"),
         ("", ("--hf", tmp_path / "mismatched"), f"mismatched in the weights: ('{name}'"),
-        ("", ("--hf", tmp_path / "damaged"), "the weights are damaged ("),
+        ("", ("--hf", tmp_path / "damaged"), "model.safetensors is damaged: "),
+        (
+            "",
+            ("--hf", tmp_path / "size"),
+            f"config.json: vocab_size = {10**18}: more than 262144, the numbers in",
+        ),
+        ("", ("--hf", tmp_path / "list"), "generation_config.json is damaged: it holds no fields; copy"),
         ("", ("--tasks", "nope"), "RULER has no task nope; give some of"),
         ("", ("--device", "abacus"), "--device abacus: not on this machine"),
         (
