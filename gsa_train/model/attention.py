@@ -185,7 +185,9 @@ class AttentionOverChunks:
             with attention_pass.indexer_graph():
                 if indexer is not None and indexed is not None:
                     of_chunk = indexed.of(chunk)
-                    loss = self._loss_inputs(indexer, of_chunk, attention_pass)
+                    if attention_pass.needs_indexer_loss:
+                        rows = self.runtime.draw_rows(attention_pass, self.layer)
+                        loss = LossInputs(indexer.applied(of_chunk), rows)
             selection = None if selections is None else selections[number]
             if measured is not None and len(measured.sample.sparse) > 0:
                 applied = None
@@ -339,17 +341,6 @@ class AttentionOverChunks:
     def _geometry(self, document_ids: torch.Tensor | None, chunk: QueryChunk) -> Geometry:
         starts = None if document_ids is None else document_starts(document_ids[:, : chunk.end], chunk.start)
         return Geometry(starts, chunk.start, self.gsa.local_window)
-
-    def _loss_inputs(
-        self,
-        indexer: Indexer,
-        indexed: IndexerProjections,
-        attention_pass: AttentionPass,
-    ) -> LossInputs | None:
-        """Return the inputs of the indexer loss; None if this pass does not need it."""
-        if not attention_pass.needs_indexer_loss:
-            return None
-        return LossInputs(indexer.applied(indexed), self.runtime.draw_rows(attention_pass, self.layer))
 
 
 def gather_heads(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
