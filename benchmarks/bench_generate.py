@@ -39,9 +39,12 @@ import torch
 import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gsa_hf import DENSE_LAYER, INDEXED_LAYER, GSAConfig, GSAForCausalLM
+from gsa_eval.convert.hf_config import to_hf_config
+from gsa_hf import GSAConfig, GSAForCausalLM
 from gsa_hf.decoding import FusedDecoder
 from gsa_hf.generation import DecodingGraph
+from gsa_train.config import Config
+from gsa_train.config.load import Problems, build
 
 STANDARD, OUR_STANDARD, GSA = "standard", "standard, our products", "GSA"
 PROMISED, PROMISED_LENGTH = 2.0, 131072
@@ -73,30 +76,14 @@ class Sdpa:
 
 def model_config(name: str, layers: int, length: int, shapes: dict[str, Any]) -> GSAConfig:
     """Return the config of a model: STANDARD, OUR_STANDARD or GSA."""
-    model, gsa = shapes["model"], shapes["gsa"]
     sparse = name not in (STANDARD, OUR_STANDARD)
-    return GSAConfig(
-        vocab_size=model["vocab_size"],
-        hidden_size=model["hidden_size"],
-        intermediate_size=model["ffn_hidden_size"],
-        num_hidden_layers=layers,
-        num_attention_heads=model["num_heads"],
-        num_key_value_heads=model["num_kv_heads"],
-        head_dim=model["head_dim"],
-        max_position_embeddings=length,
-        value_gate=sparse,
-        output_gate=sparse,
-        layer_types=[INDEXED_LAYER if sparse else DENSE_LAYER] * layers,
-        indexer_activation=gsa["indexer_activation"],
-        indexer_norm=gsa["indexer_norm"],
-        indexer_rope=gsa["indexer_rope"],
-        local_window=gsa["local_window"],
-        index_n_heads=gsa["indexer_heads"],
-        index_head_dim=gsa["indexer_dim"],
-        index_topk=gsa["k_base"],
-        k_min=gsa["k_min"],
-        k_max=gsa["k_max"],
-    )
+    gates = dict.fromkeys(("value_gate", "output_gate"), sparse)
+    sections = {
+        "model": {**shapes["model"], "num_layers": layers},
+        "gsa": {**shapes["gsa"], **gates, "attention": "sparse" if sparse else "dense"},
+        "train": {"seq_len_tokens": length},
+    }
+    return to_hf_config(build(Config, sections, Problems(Config)))
 
 
 def make_model(config: GSAConfig, device: str) -> GSAForCausalLM:
