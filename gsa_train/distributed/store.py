@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import uuid
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
+
+from gsa_train.distributed.objects import from_main
 
 
 def connect_to_store(purpose: str, timeout: timedelta, group: dist.ProcessGroup | None = None) -> dist.Store:
@@ -19,10 +20,9 @@ def connect_to_store(purpose: str, timeout: timedelta, group: dist.ProcessGroup 
     All keys get a prefix that is different in each start, because torchrun may keep its store across restarts. The
     store then still has the entries of earlier ranks.
     """
-    name: list[Any] = [uuid.uuid4().hex]
-    dist.broadcast_object_list(name, src=0, group=group)
+    name = from_main(uuid.uuid4().hex, group)
     store: dist.Store = dist.HashStore()
     if "RANK" in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"{purpose}/{name[0]}", store)
+    return dist.PrefixStore(f"{purpose}/{name}", store)

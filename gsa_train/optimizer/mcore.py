@@ -31,6 +31,7 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from gsa_train.config import Config, PhaseConfig, TrainConfig
 from gsa_train.distributed.megatron_versions import main_grads
+from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.expert_mark import is_of_expert
@@ -322,10 +323,7 @@ def _describe_matrices(inner: Any, ddps: list[PhaseDataParallel], parallel: Para
     trained = [parameter for parameter in parameters if hasattr(parameter, "matrix_rows")]
     mains = [_main_weight(inner, parameter) for parameter in trained]
     own = [(start, 0 if main is None else main.numel()) for main, start in mains]
-    parts: list[Any] = [own]
-    if data_group is not None:
-        parts = [None] * data_group.size()
-        dist.all_gather_object(parts, own, group=data_group)
+    parts = [own] if data_group is None else gathered(own, data_group)
     shards = {}
     for number, (parameter, (main, _)) in enumerate(zip(trained, mains, strict=True)):
         tensor_group = parallel.groups.expt_tp if is_of_expert(parameter) else parallel.groups.tp

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.store import connect_to_store
 
 ANSWER_SECONDS = 120.0
@@ -42,8 +43,7 @@ class Exchange:
         self._rank, self._count = dist.get_rank(), dist.get_world_size()
         group = dist.new_group(backend="gloo")  # uses the hosts' network, not the devices
         self._store = connect_to_store("health", timedelta(seconds=10 * ANSWER_SECONDS), group)
-        self._devices: list[Finding] = [mine] * self._count
-        dist.all_gather_object(self._devices, mine, group=group)
+        self._devices = gathered(mine, group)
         dist.destroy_process_group(group)
 
     def tell_all(self, stage: str, mine: Finding, at_first: Callable[[list[Finding]], None]) -> list[Finding]:

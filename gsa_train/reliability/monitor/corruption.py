@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from gsa_train.checkpoint.load import local_rng, set_local_rng
 from gsa_train.config import MonitorConfig
+from gsa_train.distributed.objects import gathered
 from gsa_train.distributed.parallel import Parallel
 from gsa_train.model.mcore.build import Model
 from gsa_train.model.mcore.expert_mark import is_of_expert
@@ -74,11 +75,9 @@ class CorruptionCheck:
         self._config, self._model, self._parallel, self._log = config, model, parallel, log
         self._phase = phase
         self._gradient_bits = torch.zeros((), dtype=torch.int64, device=parallel.device)
-        places: list[Any] = [None] * parallel.world_size
         of_dense = parallel.tensor_rank, parallel.pipeline_rank
         of_experts = parallel.expert_tensor_rank, parallel.expert_rank, parallel.pipeline_rank
-        dist.all_gather_object(places, Place(socket.gethostname(), of_dense, of_experts))
-        self._places: list[Place] = places
+        self._places = gathered(Place(socket.gethostname(), of_dense, of_experts))
         self._compared_step: int | None = None
         self._noting = self._rechecked = False
         if config.recheck_every_steps or config.recheck_spikes:
