@@ -15,7 +15,7 @@ import torch
 from cases import AttentionInputs, Dense, Shape
 
 from gsa_kernels.attention.gathered import gathered_attention
-from gsa_kernels.packed_mask import int32_words
+from gsa_kernels.selection.causal_packed_mask import causal_packed_mask
 from gsa_kernels.selection.lists_op import key_lists_from_packed_mask
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, Indexer
@@ -132,10 +132,7 @@ def causal_words(groups: torch.Tensor) -> torch.Tensor:
     Args:
         groups: bool [L, L / 32]
     """
-    length, count = groups.shape
-    query = torch.arange(length, device=groups.device)[:, None]
-    visible = (query + 1 - 32 * torch.arange(count, device=groups.device)).clamp(0, 32)
-    return int32_words(((1 << visible) - 1) * groups)[None]
+    return causal_packed_mask(torch.arange(len(groups), device=groups.device), len(groups)) * groups
 
 
 # --- ours, and the dense baseline ----------------------------------------------------------------------
