@@ -88,7 +88,6 @@ def check_config(config: Config, world_size: int) -> list[str]:
         *_check_ranges(config),
         *_check_run_name(config),
         *_check_written_folders(config),
-        *_check_validation_sets(config),
         *_check_format(config),
         *_check_order(config),
         *_check_reading(config),
@@ -141,12 +140,6 @@ def _check_initial(config: Config) -> Iterator[str]:
         if not config.checkpoint.initial_weights and config.value_of(field) == "continue":
             wrong = f"there is no checkpoint whose {part} goes on"
             yield config.problem(field, wrong, "name it in checkpoint.initial_weights")
-
-
-def _check_validation_sets(config: Config) -> Iterator[str]:
-    for field, folder in validation_fields(config.data).items():
-        if not folder.strip():
-            yield problem_line(field, "", "empty", "give a folder")
 
 
 def _check_format(config: Config) -> Iterator[str]:
@@ -213,9 +206,10 @@ def _check_ranges(config: Config) -> Iterator[str]:
             yield config.problem(field, "below 1", "give 1 or more")
         if AT_MOST.get(rule, LARGEST_FP32) < value <= LARGEST_FP32:
             yield config.problem(field, "more than any model has", f"give at most {AT_MOST[rule]}")
-    for field in NOT_EMPTY:
-        if not config.value_of(field).strip():
-            yield config.problem(field, "empty", "give a value")
+    texts = {field: config.value_of(field) for field in NOT_EMPTY} | validation_fields(config.data)
+    for field, text in texts.items():
+        if not text.strip():
+            yield problem_line(field, "", "empty", "give a value" if field in NOT_EMPTY else "give a folder")
     if LONGEST_TIMEOUT_MINUTES < config.parallel.timeout_minutes <= LARGEST_FP32:
         remedy = f"give {LONGEST_TIMEOUT_MINUTES:.0e} or less"
         yield config.problem("parallel.timeout_minutes", "longer than any run", remedy)
