@@ -9,6 +9,8 @@ from threading import Event
 
 import torch
 
+from gsa_kernels.limits import next_power_of_2
+
 ALIGNMENT = 512
 """Alignment in bytes, as for torch's tensors on devices."""
 MOST_BLOCKS = 64
@@ -79,7 +81,7 @@ class HostMemory:
     def _reserve(self, sizes: Sequence[int], device: int | None) -> None:
         if device is not None:
             torch.cuda.set_device(device)  # a new thread begins on the first device
-        length = _power_of_two(max([RESERVED_BLOCK_BYTES, *map(_rounded, sizes)]))
+        length = next_power_of_2(max([RESERVED_BLOCK_BYTES, *map(_rounded, sizes)]))
         _, left, _ = _first_fit(sizes, [block.numel() for block in self._blocks])
         _, _, filled = _first_fit([sizes[index] for index in left], [length] * len(left))
         for _ in filter(None, filled):
@@ -133,16 +135,12 @@ def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         return [], []
     rounded = [_rounded(size) for size in sizes]
     total = sum(rounded)
-    longest, all_in_one = _power_of_two(max(rounded)).bit_length(), _power_of_two(total).bit_length()
+    longest, all_in_one = next_power_of_2(max(rounded)).bit_length(), next_power_of_2(total).bit_length()
     lengths = [1 << (bits - 1) for bits in range(longest, all_in_one + 1)]
     tried = [_first_fit(sizes, [length] * len(sizes)) for length in lengths if total <= MOST_BLOCKS * length]
-    packed = [([_power_of_two(used) for used in filled if used], places) for places, _, filled in tried]
+    packed = [([next_power_of_2(used) for used in filled if used], places) for places, _, filled in tried]
     return min(packed, key=lambda blocks_and_places: sum(blocks_and_places[0]))
 
 
 def _rounded(size: int) -> int:
     return -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
