@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import cases
 import harness
 import torch
 import triton
@@ -36,8 +37,6 @@ HEADS, KV_HEADS, HEAD_SIZE, INDEXER_HEADS, INDEXER_SIZE = 32, 8, 128, 8, 64
 CACHE_BYTES = 10e9
 """Total size of the caches of all layers in a graph."""
 MAX_LAYERS = 16
-BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-"""MATH is left out, because it copies the cache several times."""
 TOLERANCE = 1e-2
 SELECTED = 2048
 """Keys per query."""
@@ -252,7 +251,7 @@ def dense_decoders(batch: int, layer: Layer) -> dict[str, Decode]:
         partial_out = torch.empty(batch, HEADS, splits, HEAD_SIZE, device="cuda")
         stats = torch.empty(batch, HEADS, splits, device="cuda")
         found[f"Triton x{splits}"] = partial(dense_decode, partial_out=partial_out, stats=stats)
-    for backend in BACKENDS:
+    for backend in cases.BACKENDS:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # each unused backend would print a line

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import cases
 import harness
 import torch
 import yaml
@@ -51,16 +52,12 @@ PROMISED, PROMISED_LENGTH = 2.0, 131072
 """Promised tokens per second divided by the standard model's, for one sequence."""
 SPARE_BYTES = 8e9
 """Memory not used for weights and caches: it is left for workspaces, logits, torch.compile and graphs."""
-BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-"""MATH is left out, because it copies the cache several times."""
 CUDNN_WITHIN = 1.03
 """cuDNN is used if one layer's attention takes at most this multiple of the fastest backend's time. cuDNN may be slower
 in one layer and still faster in the whole step."""
 TOLERANCE = 2e-2
 ROOM_TOKENS = 64
 """Slots after the filled ones. Steps write into the first one."""
-
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ def fastest_sdpa(config: GSAConfig, batch: int, filled: int, room: int) -> tuple
     k, v = torch.randn(2, batch, kv_heads, room, size, device="cuda", dtype=torch.bfloat16)
     mask = (torch.arange(room, device="cuda") <= filled).expand(batch, 1, 1, room)
     runs: dict[Sdpa, Callable[[], object]] = {}
-    for backend in BACKENDS:
+    for backend in cases.BACKENDS:
         for masked in (False, True):
 
             def run(backend: SDPBackend = backend, visible: Any = mask if masked else None) -> torch.Tensor:
@@ -197,7 +194,7 @@ def capture(
     what: str,
     decoder: FusedDecoder,
     attends: Callable[[], AbstractContextManager[Any]],
-) -> tuple[Step, Step]:
+) -> tuple[harness.Run, harness.Run]:
     """Capture the step at the decoder's position. Return the graph, and a function that resets the token counters."""
     filled = int(decoder.slot)
     with attends():
@@ -250,8 +247,8 @@ def measure(
     facts: dict[str, dict[str, Any]] = {}
     for group in groups:
         decoders: dict[str, FusedDecoder] = {}
-        steps: dict[str, Step] = {}
-        back: dict[str, Step] = {}
+        steps: dict[str, harness.Run] = {}
+        back: dict[str, harness.Run] = {}
         for name in group:
             started = time.perf_counter()
             decoder = open_decoder(name, batch, filled, layers, arguments, "cuda")

@@ -42,6 +42,7 @@ from gsa_train.model.probes.stats import EXPERTS
 from gsa_train.optimizer.micro_batch_graph import CaptureError, leave_default_stream
 from gsa_train.planning.memory.estimate import estimate_memory
 from whole_steps.step_bench import OurTrainee, random_batches, release_memory, speed, time_steps
+from whole_steps.step_cases import GRAPHS
 from whole_steps.step_timing import count_synchronizations
 from whole_steps.step_trace import OF_EXPERTS, in_columns, trace_steps
 
@@ -49,7 +50,6 @@ STANDARD, GSA = "standard", "gsa"
 WITH_GRAPHS = "_graphs"
 """Ends the names of models with `train.cuda_graphs`."""
 MODELS = (STANDARD, GSA, STANDARD + WITH_GRAPHS, GSA + WITH_GRAPHS)
-GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
 MICRO_BATCHES = (1, 2, 4)
 SPARE_GIB = 6.0
 """Memory that the estimate leaves out: the allocator's gaps and memory of libraries."""

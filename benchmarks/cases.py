@@ -13,6 +13,8 @@ from gsa_kernels.types import Indexer
 DEVICE, DTYPE = "cuda", torch.bfloat16
 INDEXER_HEADS, INDEXER_SIZE = 4, 64
 K_BASE, K_MIN, K_MAX = 2048, 256, 4096
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+"""Backends of decoding. MATH is left out, because it copies the cache several times."""
 
 
 @dataclass(frozen=True)

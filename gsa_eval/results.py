@@ -17,9 +17,8 @@ from typing import Any
 from gsa_eval.convert.export_hf import new_folder
 from gsa_train import __version__
 from gsa_train.metrics.record_format import to_strict
-from gsa_train.run_folder.starts import source_commit
+from gsa_train.run_folder.starts import SOURCE, source_commit
 
-SOURCE = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "lm-eval", "triton", "numpy")
 
 

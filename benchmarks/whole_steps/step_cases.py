@@ -44,8 +44,8 @@ MODELS: dict[str, tuple[str, ...]] = {
 }
 """Overrides that each model applies to its shape's config, which is standard or GSA."""
 
-_GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
-MODELS |= {f"{name}_graphs": (*MODELS[name], *_GRAPHS) for name in (STANDARD, "gsa")}
+GRAPHS = ("train.cuda_graphs=true", "parallel.overlap_grad_reduce=false")
+MODELS |= {f"{name}_graphs": (*MODELS[name], *GRAPHS) for name in (STANDARD, "gsa")}
 MODELS[BASELINE] = MODELS[STANDARD]
 
 BY_DEFAULT = (STANDARD, "gsa")
