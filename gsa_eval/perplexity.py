@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from gsa_eval.text import Piece, Text
 from gsa_hf import GSAForCausalLM
+from gsa_train.validation.perplexity import perplexity
 
 LOGIT_ROWS = 4096
 """Number of labels whose logits, [rows, vocabulary], are computed at once."""
@@ -34,7 +35,7 @@ def score_text(model: GSAForCausalLM, text: Text, batch_size: int, name: str = "
     total, loss = float(nats.sum()), float(nats.mean())
     return {
         "loss": loss,
-        "perplexity": exp(loss),
+        "perplexity": perplexity(loss),
         "bits_per_byte": total / math.log(2) / text.text_bytes if text.text_bytes else None,
         "tokens": len(nats),
         "bytes": text.text_bytes,
@@ -145,11 +146,6 @@ def by_position(nats: NDArray[np.float64], seen: NDArray[np.int64]) -> list[dict
         for number, count in enumerate(counts)
         if count
     ]
-
-
-def exp(loss: float) -> float:
-    """Returns exp(loss), or infinity on overflow."""
-    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[np.int64]:
