@@ -50,6 +50,9 @@ MODELS[BASELINE] = MODELS[STANDARD]
 
 BY_DEFAULT = (STANDARD, "gsa")
 
+TOKENS = 32768
+"""Tokens of a step, which has at least one sequence."""
+
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -92,7 +95,6 @@ def plan(
     shapes: Sequence[str],
     lengths: Sequence[int],
     models: Sequence[str],
-    tokens: int,
     layers: Sequence[int] = (),
 ) -> list[list[StepCase]]:
     """Return groups of cases that take turns with the group's standard model, which comes first if requested.
@@ -100,7 +102,6 @@ def plan(
     If layers of some model share selections, all models have depths in whole groups of these layers.
 
     Args:
-        tokens: tokens per step, of at least one sequence
         layers: depths in place of the shape's own
 
     Raises:
@@ -116,7 +117,7 @@ def plan(
     order = sorted(dict.fromkeys(models), key=list(MODELS).index)
     cases = [
         StepCase(name, length, depth, model, sequences)
-        for length, sequences in ((each, max(1, tokens // each)) for each in lengths)
+        for length, sequences in ((each, max(1, TOKENS // each)) for each in lengths)
         for name in shapes
         for depth in layers or _depths(SHAPES[name], length, reuse)
         for model in order

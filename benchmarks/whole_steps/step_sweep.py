@@ -70,7 +70,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="depths in place of the shape's own: with all layers (24 of 1.7b) whole models take turns, none is scaled",
     )
-    group.add_argument("--tokens", type=int, default=32768, help="per step")
     group.add_argument(
         "--seconds", type=float, default=5.0, help="of turns for each case; three turns at least"
     )
@@ -87,13 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
     report = harness.Report(FILE, arguments)
     report.take_over()
     try:
-        groups = plan(
-            arguments.shapes,
-            arguments.lengths,
-            arguments.models,
-            arguments.tokens,
-            arguments.layers,
-        )
+        groups = plan(arguments.shapes, arguments.lengths, arguments.models, arguments.layers)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
