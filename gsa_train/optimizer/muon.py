@@ -113,15 +113,12 @@ class MatrixShard:
         if self.tensor_group is not None:
             size, rank = self.tensor_group.size(), self.tensor_group.rank()
             matrices = [matrix.chunk(size, self.tensor_dim)[rank] for matrix in matrices]
-        return self._joined(matrices).flatten()
+        groups = [each.unflatten(-2, (-1, rows)) for each, rows in zip(matrices, self.rows, strict=True)]
+        return torch.cat(groups, -2).flatten()
 
     def _matrices(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         groups = parameter.unflatten(-2, (-1, sum(self.rows)))
         return [matrix.flatten(-3, -2) for matrix in groups.split(self.rows, -2)]
-
-    def _joined(self, matrices: list[torch.Tensor]) -> torch.Tensor:
-        groups = [each.unflatten(-2, (-1, rows)) for each, rows in zip(matrices, self.rows, strict=True)]
-        return torch.cat(groups, -2).flatten(-3, -2)
 
 
 @dataclass(frozen=True)
