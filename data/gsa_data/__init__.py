@@ -11,33 +11,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gsa_data.faults import DataFault, Reading
-    from gsa_data.ngram import NgramModel, fit_ngrams
-    from gsa_data.pack import document_ids, loss_mask
-    from gsa_data.shards import Manifest, build_manifest
-    from gsa_data.stream import BlockStream, StreamConfig, merge_states, replay_blocks
-    from gsa_data.tokenize import Tokenizer
-    from gsa_data.validation import ValidationSet, read_validation_set
+    from gsa_data.faults import DataFault as DataFault
+    from gsa_data.faults import Reading as Reading
+    from gsa_data.ngram import NgramModel as NgramModel
+    from gsa_data.ngram import fit_ngrams as fit_ngrams
+    from gsa_data.pack import document_ids as document_ids
+    from gsa_data.pack import loss_mask as loss_mask
+    from gsa_data.shards import Manifest as Manifest
+    from gsa_data.shards import build_manifest as build_manifest
+    from gsa_data.stream import BlockStream as BlockStream
+    from gsa_data.stream import StreamConfig as StreamConfig
+    from gsa_data.stream import merge_states as merge_states
+    from gsa_data.stream import replay_blocks as replay_blocks
+    from gsa_data.tokenize import Tokenizer as Tokenizer
+    from gsa_data.validation import ValidationSet as ValidationSet
+    from gsa_data.validation import read_validation_set as read_validation_set
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BlockStream",
-    "DataFault",
-    "Manifest",
-    "NgramModel",
-    "Reading",
-    "StreamConfig",
-    "Tokenizer",
-    "ValidationSet",
-    "build_manifest",
-    "document_ids",
-    "fit_ngrams",
-    "loss_mask",
-    "merge_states",
-    "read_validation_set",
-    "replay_blocks",
-]
 
 _MODULES = {
     "faults": ("DataFault", "Reading"),
@@ -48,6 +38,8 @@ _MODULES = {
     "tokenize": ("Tokenizer",),
     "validation": ("ValidationSet", "read_validation_set"),
 }
+
+__all__ = [name for names in _MODULES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,46 +15,25 @@ from typing import Any
 
 import yaml
 
-from gsa_train.config.checkpoint import CheckpointConfig
+from gsa_train.config.checkpoint import CheckpointConfig as CheckpointConfig
 from gsa_train.config.checks import check_config, check_packages
-from gsa_train.config.data import DataConfig
-from gsa_train.config.evaluate import EvaluateConfig
+from gsa_train.config.data import DataConfig as DataConfig
+from gsa_train.config.evaluate import EvaluateConfig as EvaluateConfig
 from gsa_train.config.file_checks import check_files
-from gsa_train.config.gsa import GSAConfig
-from gsa_train.config.load import ConfigError, Problems, apply_override, build, parse_yaml, read_yaml
-from gsa_train.config.logging import LoggingConfig
-from gsa_train.config.model import ModelConfig, RopeScalingConfig
-from gsa_train.config.moe import MoEConfig
-from gsa_train.config.monitor import MonitorConfig
-from gsa_train.config.parallel import ParallelConfig
-from gsa_train.config.phases import PhaseConfig
-from gsa_train.config.profile import ProfileConfig
-from gsa_train.config.run import RunConfig
-from gsa_train.config.sections import Config
-from gsa_train.config.train import TrainConfig
-
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "EvaluateConfig",
-    "GSAConfig",
-    "LoggingConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "ParallelConfig",
-    "PhaseConfig",
-    "ProfileConfig",
-    "RopeScalingConfig",
-    "RunConfig",
-    "TrainConfig",
-    "config_from_yaml",
-    "config_to_yaml",
-    "load_config",
-    "saved_sections",
-]
+from gsa_train.config.gsa import GSAConfig as GSAConfig
+from gsa_train.config.load import ConfigError as ConfigError
+from gsa_train.config.load import Problems, apply_override, build, parse_yaml, read_yaml
+from gsa_train.config.logging import LoggingConfig as LoggingConfig
+from gsa_train.config.model import ModelConfig as ModelConfig
+from gsa_train.config.model import RopeScalingConfig as RopeScalingConfig
+from gsa_train.config.moe import MoEConfig as MoEConfig
+from gsa_train.config.monitor import MonitorConfig as MonitorConfig
+from gsa_train.config.parallel import ParallelConfig as ParallelConfig
+from gsa_train.config.phases import PhaseConfig as PhaseConfig
+from gsa_train.config.profile import ProfileConfig as ProfileConfig
+from gsa_train.config.run import RunConfig as RunConfig
+from gsa_train.config.sections import Config as Config
+from gsa_train.config.train import TrainConfig as TrainConfig
 
 
 def load_config(

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 
 from gsa_kernels import limits
-from gsa_kernels.attention.op import sampled_lse, sparse_attention
+from gsa_kernels.attention.op import sampled_lse as sampled_lse
+from gsa_kernels.attention.op import sparse_attention as sparse_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
-from gsa_kernels.decode.op import decode_step
+from gsa_kernels.decode.op import decode_step as decode_step
 from gsa_kernels.devices import launching_on
 from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
@@ -19,14 +20,6 @@ from gsa_kernels.sampling import SampledRows
 from gsa_kernels.selection.lists_op import key_lists_from_packed_mask, select_key_lists
 from gsa_kernels.selection.op import select_keys
 from gsa_kernels.types import BudgetRule, Geometry, Indexer, RowSample, Selection
-
-__all__ = [
-    "decode_step",
-    "indexer_loss",
-    "sampled_lse",
-    "select",
-    "sparse_attention",
-]
 
 
 @torch.no_grad()
