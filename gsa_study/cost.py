@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from gsa_study.jobs import jobs_of
 from gsa_study.run_metrics import RunMetrics
 from gsa_study.study_file import Study, StudyRun
+from gsa_train.metrics.goodput.words import table
 from gsa_train.metrics.progress import compact
 from gsa_train.model.flops import count_parameters, measured_mfu, peak_flops_per_second
-from gsa_train.planning.dry_run import aligned, training_operations
+from gsa_train.planning.dry_run import training_operations
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def describe_cost(
         compact(sum(each.tokens for each in costs)), f"{sum(each.operations for each in costs):.3g}",
         _hours(hours), _hours(left), "",
     ])  # fmt: skip
-    lines = [f"{study.title}, in {study.folder}", "", *aligned([head, *rows]), ""]
+    lines = [f"{study.title}, in {study.folder}", "", *table([head, *rows]), ""]
     lines.append(
         f"GPU-hours: of the training steps on {device}; validation, saves, starts and evaluations come on top."
     )

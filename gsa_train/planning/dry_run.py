@@ -20,6 +20,7 @@ from gsa_train.config.file_checks import check_files
 from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.config.moe import expert_layers
 from gsa_train.config.parallel import data_parallel_size, stage_chunks, stage_layers
+from gsa_train.metrics.goodput.words import table
 from gsa_train.model.flops import (
     FlopsPerToken,
     count_parameters,
@@ -145,7 +146,7 @@ def _parameters(config: Config) -> list[str]:
     if count.experts:
         rows += [["active in a token", f"{count.active:,}"]]
     overhead = f"gates and indexer add {count.overhead:,} ({count.overhead_percent:.2f}%) to the plain model"
-    return [*aligned(rows), overhead]
+    return [*table(rows), overhead]
 
 
 def _tokens(config: Config) -> list[str]:
@@ -157,7 +158,7 @@ def _tokens(config: Config) -> list[str]:
     ]
     rows += [["total", f"{sum(phase.steps for phase in config.phases):,}", f"{sum(tokens):,}", "", ""]]
     ramp = [f"sequences per step: {batch_in_words(train)}"] if train.batch_ramp else []
-    return [f"{train.global_batch_size * train.seq_len_tokens:,} tokens per step", *ramp, *aligned(rows)]
+    return [f"{train.global_batch_size * train.seq_len_tokens:,} tokens per step", *ramp, *table(rows)]
 
 
 def _flops_by_phase(config: Config) -> list[FlopsPerToken]:
@@ -181,7 +182,7 @@ def _flops(config: Config, counts: Sequence[FlopsPerToken], unit: float) -> list
     ]
     rows += [["total", *(f"{count.total / unit:.3f}" for count in counts)]]
     rows += [["dense equivalent", *(f"{count.dense_equivalent / unit:.3f}" for count in counts)]]
-    return aligned(rows)
+    return table(rows)
 
 
 def _time(
@@ -215,7 +216,7 @@ def _time(
     rows = [["phase", "tokens/s", unit, "GPU-days"]]
     rows += [row(phase.name, *told) for phase, *told in zip(config.phases, rates, seconds, strict=True)]
     rows += [row("total", sum(tokens) / sum(seconds), sum(seconds))]
-    return [f"MFU {100 * share:.3g}% of {peak / 1e12:,.0f} TFLOP/s (bf16): {source}", *aligned(rows)]
+    return [f"MFU {100 * share:.3g}% of {peak / 1e12:,.0f} TFLOP/s (bf16): {source}", *table(rows)]
 
 
 # ---- memory
@@ -232,7 +233,7 @@ def _memory(config: Config, world_size: int, unit: int) -> list[str]:
     reasons = plain_torch_reasons(config)
     plain = [f"attention in plain torch, with L x L tensors: {reason}" for reason in reasons]
     recompute = f"recompute: {config.train.recompute}{_uneven_loads(config, world_size, unit)}"
-    return [*plain, recompute, *aligned(rows)]
+    return [*plain, recompute, *table(rows)]
 
 
 def _uneven_loads(config: Config, world_size: int, unit: int) -> str:
@@ -269,15 +270,3 @@ def _checkpoint(config: Config, world_size: int, size: float) -> list[str]:
 def _unit(largest: float, units: Mapping[str, float]) -> str:
     """Returns the largest unit that is at most this number, else the smallest unit."""
     return next((name for name, size in units.items() if largest >= size), list(units)[-1])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns rows with aligned columns: the first column to the left, the others to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
