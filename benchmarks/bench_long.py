@@ -89,11 +89,6 @@ def random_selector(length: int, rule: BudgetRule) -> Selector:
     return replace(first, ema=first.select().variance.mean())
 
 
-def recommended_selector(length: int) -> Selector:
-    indexer = cases.without_biases(cases.random_indexer(length, RECOMMENDED_LIKENESS, HEADS), "relu")
-    return Selector(indexer, torch.ones((), device=cases.DEVICE), RECOMMENDED, WINDOW)
-
-
 def random_lists(length: int, k: int, ratio: float, seed: int) -> KeyLists:
     """Build random lists for a given union ratio, without a mask of all pairs. Every query selects k keys, and the
     queries of a tile together select ratio * k different keys.
@@ -244,7 +239,9 @@ def make_cases(inputs: AttentionInputs, ratios: list[float]) -> tuple[list[Case]
         for seed, ratio in enumerate(ratios):
             lists = random_lists(length, cases.K_BASE, ratio, seed)
             table.append(constructed_case("GSA token", inputs, lists, ratio, token.indexer))
-    selectors = {"GSA token": token, "GSA ReLU": recommended_selector(length)}
+    indexer = cases.without_biases(cases.random_indexer(length, RECOMMENDED_LIKENESS, HEADS), "relu")
+    recommended = Selector(indexer, torch.ones((), device=cases.DEVICE), RECOMMENDED, WINDOW)
+    selectors = {"GSA token": token, "GSA ReLU": recommended}
     table += [selected_case(name, inputs, selector) for name, selector in selectors.items()]
     return table, {name: selector.select for name, selector in selectors.items()}
 
