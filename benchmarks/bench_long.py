@@ -206,12 +206,6 @@ def check(report: harness.Report, shape: Shape) -> None:
         report.fail(f"GSA token of all keys differs from dense attention by {error:.1e}, {shape.name}")
 
 
-def constructed_case(name: str, inputs: AttentionInputs, lists: KeyLists, r: float, indexer: Indexer) -> Case:
-    with torch.no_grad():
-        lse = attend(inputs, lists)[1]
-    return Case(name, Gathered(inputs, lists), r, name, partial(kl_backward, inputs, indexer, lists, lse))
-
-
 def selected_case(name: str, inputs: AttentionInputs, selector: Selector) -> Case:
     selection = selector.select()
     lists = selection.key_lists
@@ -238,7 +232,10 @@ def make_cases(inputs: AttentionInputs, ratios: list[float]) -> tuple[list[Case]
     if length <= LONGEST_IN_FULL:
         for seed, ratio in enumerate(ratios):
             lists = random_lists(length, cases.K_BASE, ratio, seed)
-            table.append(constructed_case("GSA token", inputs, lists, ratio, token.indexer))
+            with torch.no_grad():
+                lse = attend(inputs, lists)[1]
+            kl = partial(kl_backward, inputs, token.indexer, lists, lse)
+            table.append(Case("GSA token", Gathered(inputs, lists), ratio, "GSA token", kl))
     indexer = cases.without_biases(cases.random_indexer(length, RECOMMENDED_LIKENESS, HEADS), "relu")
     recommended = Selector(indexer, torch.ones((), device=cases.DEVICE), RECOMMENDED, WINDOW)
     selectors = {"GSA token": token, "GSA ReLU": recommended}
