@@ -1,6 +1,6 @@
 """Compute gates in the places and forms of the gated-attention study (arXiv 2505.06708).
 
-The GSA paper has a sigmoid gate for each head and channel: G2 on the values and G1 on the attention output.
+The GSA paper has two sigmoid gates, each per head and channel: G2 on the values and G1 on the attention output.
 """
 
 from typing import Any

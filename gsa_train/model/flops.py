@@ -88,7 +88,7 @@ def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
 
 
 def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Count the projections W_q, W_k and w, the biases b and c of sigmoid scores, two norms, and a learned beta."""
+    """Return the number of parameters: W_q, W_k, w, and if the config has them, the biases, two norms and beta."""
     heads, dim, scores = gsa.indexer_heads, gsa.indexer_dim, SCORES[gsa.indexer_activation]
     matrices = model.hidden_size * (heads * dim + dim + scores.learns_head_weights * heads)
     biases = (scores.has_score_bias + scores.has_head_weight_bias) * heads

@@ -67,10 +67,10 @@ def gathered_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute gradients of q, k, v and the gate logits from the gradient of `out`.
 
-    `out` and `lse` are the results of the forward pass. In addition to its results, this function needs memory for
+    `out` and `lse` come from the forward pass. In addition to the gradients, this function needs memory for
     - the fp32 gradients of k and v
     - the partial rows: up to `scratch_bytes`, or the partial rows of one tile if these are larger
-    - if programs share a list, each segment's part of the gradient of q: up to `limits.segments_bytes`
+    - each segment's part of the gradient of q, if programs share a list: up to `limits.segments_bytes`
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, num_keys, kv_heads, head_size = k.shape

@@ -24,7 +24,7 @@ def causal_packed_mask(
 
 
 def packed_mask_of_ranges(starts: torch.Tensor, ends: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return a packed mask with the bits of the keys from `starts` to `ends` - 1 set: int32 [..., ceil(Lk / 32)].
+    """Return a packed mask, int32 [..., ceil(Lk / 32)]. The bit of a key is 1 if starts <= key < ends.
 
     `starts` and `ends` are int tensors of equal shape [...].
     """

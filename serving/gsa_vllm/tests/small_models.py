@@ -88,7 +88,7 @@ def by_transformers(folder: str, batch: list[list[int]]) -> tuple[list[list[int]
 
 @contextmanager
 def engine(folder: str, **options: Any) -> Iterator[LLM]:
-    """Start vLLM with pages of 32 tokens. A step has at most 48 tokens, so that vLLM divides long prompts into several
+    """Start vLLM with pages of 32 tokens and at most 48 tokens per step, so that it divides long prompts into several
     chunks."""
     defaults = {
         "dtype": "float32",
