@@ -209,7 +209,7 @@ def _check_ranges(config: Config) -> Iterator[str]:
     texts = {field: config.value_of(field) for field in NOT_EMPTY} | validation_fields(config.data)
     for field, text in texts.items():
         if not text.strip():
-            yield problem_line(field, "", "empty", "give a value" if field in NOT_EMPTY else "give a folder")
+            yield problem_line(field, text, "empty", "give a value")
     if LONGEST_TIMEOUT_MINUTES < config.parallel.timeout_minutes <= LARGEST_FP32:
         remedy = f"give {LONGEST_TIMEOUT_MINUTES:.0e} or less"
         yield config.problem("parallel.timeout_minutes", "longer than any run", remedy)

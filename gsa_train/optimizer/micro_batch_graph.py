@@ -32,6 +32,8 @@ from gsa_train.optimizer.interface import PhaseOptimizer
 
 logger = logging.getLogger(__name__)
 
+Results = dict[str, torch.Tensor]  # of a micro-batch, 0-d, by name
+
 WARM_UP_STEPS = 2
 """Steps without a graph before the capture, in which kernels are compiled and libraries create their handles. A logged
 step also comes before the capture, so that what it keeps for later steps is not in the memory of the graphs."""
@@ -39,10 +41,6 @@ step also comes before the capture, so that what it keeps for later steps is not
 
 class CaptureError(RuntimeError):
     """A pass cannot be captured. The message names the remedy."""
-
-
-Results = list[dict[str, torch.Tensor]]
-"""Named results of each micro-batch, 0-d."""
 
 
 class PassInputs(NamedTuple):
@@ -87,13 +85,14 @@ class MicroBatchGraph:
         self._fixed: Hashable = None
         self._captured: dict[int, Captured] = {}
         self._pool: torch.cuda.MemPool | None = None
+        self._has_measured_in_pool = False
 
     def is_due(self) -> bool:
         """Whether the next step uses graphs. Call it exactly once for each step without measurements."""
         self._steps += 1
         return self._steps > WARM_UP_STEPS and self.has_measured
 
-    def run_plain(self, run_passes: Callable[[], Results], measures: bool) -> Results:
+    def run_plain(self, run_passes: Callable[[], list[Results]], measures: bool) -> list[Results]:
         """Run passes without a graph, in the memory of the graphs if they exist.
 
         The next replay overwrites this memory. The results are therefore copied, and nothing else may remain there.
@@ -107,17 +106,20 @@ class MicroBatchGraph:
         self.has_measured |= measures
         if self._pool is None:
             return run_passes()
-        held = _allocated_bytes(self._pool)
+        if measures and not self._has_measured_in_pool:
+            # The pool may have to grow for the measurements. Meanwhile torch frees no cached memory of other pools.
+            torch.cuda.empty_cache()
+            self._has_measured_in_pool = True
+        held = _tensors_in(self._pool)
         # Only the thread that enters a pool allocates in it, so the backward pass must run in this thread.
         with torch.cuda.use_mem_pool(self._pool), torch.autograd.set_multithreading_enabled(False):
             results = run_passes()
         copies = [{name: result.clone() for name, result in each.items()} for each in results]
         del results
-        left = _allocated_bytes(self._pool) - held
-        if left != 0:
+        if left := _tensors_in(self._pool) - held:
             raise RuntimeError(
-                f"train.cuda_graphs = true: a pass without the graph left {left} bytes in the memory of the graph, "
-                "which the next step would overwrite; set it to false, and please report this"
+                f"train.cuda_graphs = true: a pass without the graph left {sum(size for _, size in left)} bytes in the "
+                "memory of the graph, which the next step would overwrite; set it to false, and please report this"
             )
         return copies
 
@@ -142,7 +144,7 @@ class MicroBatchGraph:
         fixed = (fixed, *(None if each is None else (each.shape, each.dtype) for each in inputs))
         if fixed != self._fixed:
             self._captured.clear()
-            self._pool, self.memory_bytes = None, 0
+            self._pool, self.memory_bytes, self._has_measured_in_pool = None, 0, False
             zeros = (None if each is None else torch.zeros_like(each) for each in inputs)
             self._inputs = PassInputs._make(zeros)
             self._fixed = fixed
@@ -189,9 +191,10 @@ class MicroBatchGraph:
         return Captured(graph.replay, loss_sum)
 
 
-def _allocated_bytes(pool: torch.cuda.MemPool) -> int:
-    """Return the bytes of the tensors that exist in a pool."""
-    return sum(segment["allocated_size"] for segment in torch.cuda.memory_snapshot(pool.id))
+def _tensors_in(pool: torch.cuda.MemPool) -> set[tuple[int, int]]:
+    """Return address and bytes of each tensor that exists in a pool."""
+    blocks = (block for segment in torch.cuda.memory_snapshot(pool.id) for block in segment["blocks"])
+    return {(block["address"], block["size"]) for block in blocks if block["state"] == "active_allocated"}
 
 
 def leave_default_stream(device: torch.device) -> None:

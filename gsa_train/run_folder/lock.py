@@ -96,9 +96,11 @@ def _lock(path: Path) -> IO[str]:
     file = _open(path)
     while True:
         if try_lock(file):
-            if _is_of(file, path):
+            # A file system without locks may also number files differently at each open.
+            if _is_of(file, path) or time.monotonic() - began > REMOTE_PATIENCE_SECONDS:
                 break
             file.close()  # a refused start has removed the file meanwhile
+            time.sleep(0.1)
             file = _open(path)
             continue
         holder = _holder(file)

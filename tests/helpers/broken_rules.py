@@ -182,7 +182,7 @@ data.source_weights.Web=nan -> data.source_weights.Web | outside [0, 100] | leav
 data.packing=best_fit ; data.attend_across_documents=true ->
     data.packing = best_fit | needs data.attend_across_documents = false
 data.validation_dir='' -> data.validation_dir | empty
-data.validation_sets.wiki=' ' -> data.validation_sets.wiki | empty | give a folder
+data.validation_sets.wiki=' ' -> data.validation_sets.wiki | empty | give a value
 train.global_batch_size=4000000 ->
     train.global_batch_size = 4000000 | tokens per step | count sequences, not tokens: at most
 phases.1.lr=1e300 -> phases.1.lr = 1e+300: more than fp32 holds; give a smaller number

@@ -3,7 +3,8 @@ logged. tests/gpu/test_graphs_on_gpu.py tests CUDA graphs."""
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gsa_train.config import Config, PhaseConfig
 from gsa_train.data.batches import MicroBatch, to_micro_batch
 from gsa_train.distributed.parallel import DeviceError
 from gsa_train.model.mcore.build import Model, build_model
+from gsa_train.optimizer import micro_batch_graph
 from gsa_train.optimizer.mcore import build_optimizer, close_optimizer
 from gsa_train.optimizer.micro_batch_graph import WARM_UP_STEPS, MicroBatchGraph, PassInputs, new_graph
 from gsa_train.phases import enter_phase
@@ -222,6 +224,25 @@ def test_each_draw_has_a_graph_and_other_shapes_or_passes_replace_all() -> None:
     assert [run(5, "a"), run(5, "b"), run(5, "a")] == [50.0] * 3
     assert graph.captures == 5
     assert seen == [("a", 0), ("a", 1), ("a", 0), ("a", 1), ("a", 0), ("b", 0), ("a", 0)]
+
+
+def test_what_a_pass_leaves_in_the_memory_of_the_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, passes = CalledAgain(), []
+    graph._pool = cast("torch.cuda.MemPool", object())
+    tensors = [{(0, 512)}, {(0, 512)}, {(0, 512)}, set(), {(0, 512)}, {(0, 512), (1024, 512)}]
+    monkeypatch.setattr(micro_batch_graph, "_tensors_in", lambda pool: tensors.pop(0))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: nullcontext())
+
+    def run() -> list[dict[str, torch.Tensor]]:
+        passes.append(torch.ones(()))
+        return [{"loss_sum": passes[-1]}]
+
+    for _ in range(2):  # the same tensors as before, or fewer
+        ((copied,),) = (each.values() for each in graph.run_plain(run, measures=True))
+        assert copied.item() == 1
+        assert copied is not passes[-1]
+    with pytest.raises(RuntimeError, match="left 512 bytes in the memory of the graph"):
+        graph.run_plain(run, measures=False)
 
 
 def test_phases_without_a_backward_pass_have_no_graph() -> None:
