@@ -110,16 +110,17 @@ class MicroBatchGraph:
             # The pool may have to grow for the measurements. Meanwhile torch frees no cached memory of other pools.
             torch.cuda.empty_cache()
             self._has_measured_in_pool = True
-        held = _tensors_in(self._pool)
+        held = _allocated_bytes(self._pool)
         # Only the thread that enters a pool allocates in it, so the backward pass must run in this thread.
         with torch.cuda.use_mem_pool(self._pool), torch.autograd.set_multithreading_enabled(False):
             results = run_passes()
         copies = [{name: result.clone() for name, result in each.items()} for each in results]
         del results
-        if left := _tensors_in(self._pool) - held:
+        left = _allocated_bytes(self._pool) - held
+        if left > 0:
             raise RuntimeError(
-                f"train.cuda_graphs = true: a pass without the graph left {sum(size for _, size in left)} bytes in the "
-                "memory of the graph, which the next step would overwrite; set it to false, and please report this"
+                f"train.cuda_graphs = true: a pass without the graph left {left} bytes in the memory of the graph, "
+                "which the next step would overwrite; set it to false, and please report this"
             )
         return copies
 
@@ -191,10 +192,9 @@ class MicroBatchGraph:
         return Captured(graph.replay, loss_sum)
 
 
-def _tensors_in(pool: torch.cuda.MemPool) -> set[tuple[int, int]]:
-    """Return address and bytes of each tensor that exists in a pool."""
-    blocks = (block for segment in torch.cuda.memory_snapshot(pool.id) for block in segment["blocks"])
-    return {(block["address"], block["size"]) for block in blocks if block["state"] == "active_allocated"}
+def _allocated_bytes(pool: torch.cuda.MemPool) -> int:
+    """Return the bytes of the tensors that exist in a pool."""
+    return sum(segment["allocated_size"] for segment in torch.cuda.memory_snapshot(pool.id))
 
 
 def leave_default_stream(device: torch.device) -> None:

@@ -229,8 +229,8 @@ def test_each_draw_has_a_graph_and_other_shapes_or_passes_replace_all() -> None:
 def test_what_a_pass_leaves_in_the_memory_of_the_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, passes = CalledAgain(), []
     graph._pool = cast("torch.cuda.MemPool", object())
-    tensors = [{(0, 512)}, {(0, 512)}, {(0, 512)}, set(), {(0, 512)}, {(0, 512), (1024, 512)}]
-    monkeypatch.setattr(micro_batch_graph, "_tensors_in", lambda pool: tensors.pop(0))
+    allocated = [512, 512, 512, 0, 512, 1024]
+    monkeypatch.setattr(micro_batch_graph, "_allocated_bytes", lambda pool: allocated.pop(0))
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool: nullcontext())
 
     def run() -> list[dict[str, torch.Tensor]]:
