@@ -3,6 +3,9 @@ requested."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
 import os
 import signal
 import time
@@ -17,11 +20,13 @@ from gsa_study.jobs import Job
 from gsa_study.plan import StudyError, judge, next_job
 from gsa_study.processes import Running, child_environment
 from gsa_study.states import newest_checkpoint, note_failure, read_state
-from gsa_train.files import own_file, try_lock
+from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.reliability.stop_signals import heeded_signals, reason_in_words
 from gsa_train.run_folder.paths import LOCK, MONITOR_STOP
 
 POLL_SECONDS = 0.1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -161,6 +166,18 @@ def lock_study(folder: Path) -> IO[str]:
             f"another process runs the study in {folder}; wait for it, or give this one another name"
         )
     return file
+
+
+def try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        if error.errno not in NO_LOCKS:
+            raise
+        logger.warning("%s: no locks on this file system (%s); start nothing twice there", file.name, error)
+    return True
 
 
 def is_locked(path: Path) -> bool:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
-import logging
 import os
 import stat
 import zlib
 from collections.abc import Collection
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from gsa_data.whole_files import parse_json, read_whole
-
-logger = logging.getLogger(__name__)
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of file systems without POSIX locks."""
@@ -63,20 +59,6 @@ def own_file(path: str, flags: int) -> int:
     raise OSError(
         errno.EPERM, f"it is {what}, and a run writes plain files only; remove it or move it away", str(path)
     )
-
-
-def try_lock(file: IO[str]) -> bool:
-    """Lock an open file by a POSIX lock, until it is closed. Returns False if another process holds the lock. Without
-    locks on the file system, logs a warning and returns True."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            return False
-        if error.errno not in NO_LOCKS:
-            raise
-        logger.warning("%s: no locks on this file system (%s); start nothing twice there", file.name, error)
-    return True
 
 
 def open_to_append(path: Path) -> FileIO:

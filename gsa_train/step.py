@@ -334,7 +334,7 @@ def _run_graph(
     runs = [partial(_pass_over_one, training, count, replace(of_all, row_draw=draw)) for draw in drawn]
     losses = []
     with nullcontext() if no_sync is None else no_sync():
-        for run, given, draw in list(zip(runs, inputs, drawn, strict=True))[:replayed]:
+        for run, given, draw in zip(runs[:replayed], inputs, drawn, strict=False):
             losses.append({"loss_sum": graph.run(run, given, (count, of_all), draw)})
     if replayed < count:
         losses += graph.run_plain(lambda: [{"loss_sum": runs[-1](inputs[-1])}], measures=False)

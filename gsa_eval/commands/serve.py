@@ -46,7 +46,7 @@ def main() -> int:
 def model_problem(folder: Path) -> str | None:
     try:
         model_type = read_json_object(folder / "config.json").get("model_type")
-        for name in MODEL_FILES:
+        for name in MODEL_FILES[1:]:
             if (folder / name).exists():
                 read_json_object(folder / name)
     except ValueError as error:

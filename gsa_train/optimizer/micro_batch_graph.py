@@ -85,7 +85,6 @@ class MicroBatchGraph:
         self._fixed: Hashable = None
         self._captured: dict[int, Captured] = {}
         self._pool: torch.cuda.MemPool | None = None
-        self._has_measured_in_pool = False
 
     def is_due(self) -> bool:
         """Whether the next step uses graphs. Call it exactly once for each step without measurements."""
@@ -106,10 +105,6 @@ class MicroBatchGraph:
         self.has_measured |= measures
         if self._pool is None:
             return run_passes()
-        if measures and not self._has_measured_in_pool:
-            # The pool may have to grow for the measurements. Meanwhile torch frees no cached memory of other pools.
-            torch.cuda.empty_cache()
-            self._has_measured_in_pool = True
         held = _allocated_bytes(self._pool)
         # Only the thread that enters a pool allocates in it, so the backward pass must run in this thread.
         with torch.cuda.use_mem_pool(self._pool), torch.autograd.set_multithreading_enabled(False):
@@ -145,7 +140,7 @@ class MicroBatchGraph:
         fixed = (fixed, *(None if each is None else (each.shape, each.dtype) for each in inputs))
         if fixed != self._fixed:
             self._captured.clear()
-            self._pool, self.memory_bytes, self._has_measured_in_pool = None, 0, False
+            self._pool, self.memory_bytes = None, 0
             zeros = (None if each is None else torch.zeros_like(each) for each in inputs)
             self._inputs = PassInputs._make(zeros)
             self._fixed = fixed

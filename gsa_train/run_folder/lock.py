@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from gsa_train.distributed.objects import on_main
-from gsa_train.files import own_file, try_lock
+from gsa_train.files import NO_LOCKS, own_file
 from gsa_train.run_folder.paths import LOCK as FILE
 
 PATIENCE_SECONDS = 10.0
@@ -95,14 +96,21 @@ def _lock(path: Path) -> IO[str]:
     began, told = time.monotonic(), False
     file = _open(path)
     while True:
-        if try_lock(file):
-            # A file system without locks may also number files differently at each open.
-            if _is_of(file, path) or time.monotonic() - began > REMOTE_PATIENCE_SECONDS:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_of(file, path):
                 break
             file.close()  # a refused start has removed the file meanwhile
-            time.sleep(0.1)
             file = _open(path)
             continue
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                logger.warning(
+                    "%s: no locks on this file system (%s); start no second run there", path, error
+                )
+                break
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
         holder = _holder(file)
         is_here = holder.endswith(f" on {socket.gethostname()}")
         patience = PATIENCE_SECONDS if is_here else REMOTE_PATIENCE_SECONDS

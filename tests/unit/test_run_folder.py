@@ -3,7 +3,6 @@ and keeps an older summary."""
 
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -264,20 +263,6 @@ def test_a_start_that_waited_for_one_that_was_refused_locks_the_file_that_is_the
     lock.take()
     assert opened == [path, path]
     assert path.read_text().startswith("process ")
-    lock.close()
-
-
-def test_a_file_system_without_locks_and_lasting_numbers_of_files_does_not_hold_a_start(
-    tmp_path, monkeypatch
-):
-    def no_locks(*given: object) -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
-    monkeypatch.setattr(run_lock, "_is_of", lambda file, path: False)
-    monkeypatch.setattr(run_lock, "REMOTE_PATIENCE_SECONDS", 0.0)
-    lock = RunLock(tmp_path / "run")
-    lock.take()
     lock.close()
 
 
