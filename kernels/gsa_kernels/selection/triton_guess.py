@@ -92,30 +92,11 @@ def guess_thresholds(
     ]
 )
 def _guess_kernel(
-    scores_ptr,
-    sampled_ptr,
-    starts_ptr,
-    ema_ptr,
-    tied_ptr,
-    guesses_ptr,
-    query_start,
-    first_row,
-    chunk_start,
-    chunk_rows,
-    num_samples,
-    num_rows,
-    stride_b,
-    stride_r,
-    k_base,
-    k_min,
-    k_max,
-    dense_below,
-    MODE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    KEY_STRIDE: tl.constexpr,
-    FEWEST: tl.constexpr,
+    scores_ptr, sampled_ptr, starts_ptr, ema_ptr, tied_ptr, guesses_ptr, query_start, first_row, chunk_start,
+    chunk_rows, num_samples, num_rows, stride_b, stride_r, k_base, k_min, k_max, dense_below,
+    MODE: tl.constexpr, TILE_ROWS: tl.constexpr, KEY_STRIDE: tl.constexpr, FEWEST: tl.constexpr,
     SAMPLES: tl.constexpr,
-):
+):  # fmt: skip
     row = first_row + tl.program_id(0)
     position = query_start + row
     batch = tl.program_id(1).to(tl.int64)

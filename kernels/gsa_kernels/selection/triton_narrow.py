@@ -95,37 +95,11 @@ def narrow_candidates(
     ]
 )
 def _narrow_kernel(
-    candidates_ptr,
-    counts_ptr,
-    guesses_ptr,
-    sums_ptr,
-    starts_ptr,
-    ema_ptr,
-    words_ptr,
-    budget_ptr,
-    variance_ptr,
-    failed_ptr,
-    query_start,
-    first_row,
-    words_start,
-    num_rows,
-    chunk_rows,
-    words_rows,
-    words_per_row,
-    sums_per_row,
-    list_rows,
-    above,
-    k_base,
-    k_min,
-    k_max,
-    dense_below,
-    local_window,
-    MODE: tl.constexpr,
-    SPAN: tl.constexpr,
-    SPANS: tl.constexpr,
-    MOST: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    candidates_ptr, counts_ptr, guesses_ptr, sums_ptr, starts_ptr, ema_ptr, words_ptr, budget_ptr,
+    variance_ptr, failed_ptr, query_start, first_row, words_start, num_rows, chunk_rows, words_rows,
+    words_per_row, sums_per_row, list_rows, above, k_base, k_min, k_max, dense_below, local_window,
+    MODE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, MOST: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Select in each row whose number of candidates is more than `above` and at most SIZE.
 
     The kernel with the largest SIZE also takes the rows with more than SIZE candidates.

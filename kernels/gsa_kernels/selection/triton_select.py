@@ -79,32 +79,11 @@ def row_options(block: int) -> dict[str, int]:
     ]
 )
 def _select_rows_kernel(
-    scores_ptr,
-    starts_ptr,
-    ema_ptr,
-    words_ptr,
-    budget_ptr,
-    variance_ptr,
-    inverse_temperature_ptr,
-    log_sum_ptr,
-    query_start,
-    first_row,
-    chunk_start,
-    num_rows,
-    words_start,
-    words_rows,
-    words_per_row,
-    stride_b,
-    stride_r,
-    k_base,
-    k_min,
-    k_max,
-    dense_below,
-    local_window,
-    MODE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scores_ptr, starts_ptr, ema_ptr, words_ptr, budget_ptr, variance_ptr, inverse_temperature_ptr,
+    log_sum_ptr, query_start, first_row, chunk_start, num_rows, words_start, words_rows, words_per_row,
+    stride_b, stride_r, k_base, k_min, k_max, dense_below, local_window,
+    MODE: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     token = batch * num_rows + row

@@ -119,34 +119,12 @@ def select_long_rows(
     ]
 )
 def _best_groups_kernel(
-    scores_ptr,
-    starts_ptr,
-    wanted_ptr,
-    ema_ptr,
-    group_keys_ptr,
-    group_list_ptr,
-    budget_ptr,
-    variance_ptr,
-    query_start,
-    first_row,
-    chunk_start,
-    chunk_rows,
-    num_rows,
-    stride_b,
-    stride_r,
-    padded_groups,
-    list_length,
-    k_base,
-    k_min,
-    k_max,
-    dense_below,
-    MODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    NUM_CLUSTERS: tl.constexpr,
-    LIST: tl.constexpr,
-):
+    scores_ptr, starts_ptr, wanted_ptr, ema_ptr, group_keys_ptr, group_list_ptr, budget_ptr, variance_ptr,
+    query_start, first_row, chunk_start, chunk_rows, num_rows, stride_b, stride_r, padded_groups, list_length,
+    k_base, k_min, k_max, dense_below,
+    MODE: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    NUM_CLUSTERS: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
     """Compute the moments and the budget k of a row, and the ascending list of its k best groups.
 
     NUM_CLUSTERS is the number of clusters of 8 groups, starting at the row's first group. The kernel searches these
@@ -262,29 +240,11 @@ def _listed_groups(list_ptr, slots, num_listed, first_group, end_group, GROUP: t
     ]
 )
 def _select_in_groups_kernel(
-    scores_ptr,
-    starts_ptr,
-    wanted_ptr,
-    group_list_ptr,
-    budget_ptr,
-    words_ptr,
-    bytes_ptr,
-    query_start,
-    first_row,
-    chunk_start,
-    chunk_rows,
-    num_rows,
-    words_start,
-    words_rows,
-    words_per_row,
-    stride_b,
-    stride_r,
-    list_length,
-    above,
-    local_window,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    scores_ptr, starts_ptr, wanted_ptr, group_list_ptr, budget_ptr, words_ptr, bytes_ptr, query_start,
+    first_row, chunk_start, chunk_rows, num_rows, words_start, words_rows, words_per_row, stride_b, stride_r,
+    list_length, above, local_window,
+    GROUP: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Select among the keys of the listed groups, for rows with a budget k in (above, SIZE]."""
     row = first_row + tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
