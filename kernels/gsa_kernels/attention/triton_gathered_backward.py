@@ -280,7 +280,8 @@ def _backward_kernel(
         by_probs = tl.dot(u_tile, tl.trans(v_tile), input_precision=PRECISION)
         probs = tl.exp2(logits * scale_log2 - row_lse2[:, None])
         word = tl.load(words + entries, mask=entries < count, other=0)
-        probs = tl.where((word[None, :] & mine[:, None]) != 0, probs, 0.0)
+        if start + length > 0:  # always true, as in the forward pass (triton_gathered_forward.py)
+            probs = tl.where((word[None, :] & mine[:, None]) != 0, probs, 0.0)
         by_logits = (probs * (by_probs - row_delta[:, None])).to(k_tile.dtype)
         exists = (entries < count)[:, None]
         pushed = target + (entries.to(tl.int64)[:, None] * (2 * D) + dims)

@@ -147,9 +147,12 @@ def _forward_kernel(
         key64 = key.to(tl.int64)[:, None]
         k_tile = tl.load(k + (key64 * stride_kl + dims))
         logits = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        # Any operation on loaded words waits for the load, so this one comes a step after it.
-        word = tl.max(loaded, 1)
-        logits = tl.where((word[None, :] & mine[:, None]) != 0, logits, MASKED)
+        # The condition is always true. Without a branch, the compiler tests the bits while the product runs and packs
+        # the results into registers, so that a step has 16% more instructions.
+        if start + length > 0:
+            # Any operation on loaded words waits for the load, so this one comes a step after it.
+            word = tl.max(loaded, 1)
+            logits = tl.where((word[None, :] & mine[:, None]) != 0, logits, MASKED)
         new_maximum = tl.maximum(maximum, tl.max(logits, 1) * scale_log2)
         probs = tl.exp2(logits * scale_log2 - new_maximum[:, None])
         rescale = tl.exp2(maximum - new_maximum)
