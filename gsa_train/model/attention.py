@@ -8,6 +8,7 @@ tensor-parallel rank: q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -114,6 +115,7 @@ class AttentionOverChunks:
         variance: VarianceTracker,
         document_ids: torch.Tensor | None,
         attention_pass: AttentionPass,
+        overlap_with: Callable[[], None],
     ) -> list[Selection]:
         """Compute the budgets k_t and the selected keys S_t of each chunk.
 
@@ -123,10 +125,12 @@ class AttentionOverChunks:
             indexed: the indexer's queries of this rank's tokens, and keys of all tokens.
             variance: holds V̄ for the budgets, and records the variances of these scores.
             document_ids: all tokens of the sequence.
+            overlap_with: launches work that does not depend on the selection, in the caller's grad mode. It runs on the
+                device while the host waits for the length of the last chunk's key lists.
         """
         with_temperature = attention_pass.sparse and attention_pass.trains_indexer
-        length, selections = indexed.queries.shape[1], []
-        for chunk in self.chunks(length):
+        chunks, selections = self.chunks(indexed.queries.shape[1]), []
+        for chunk in chunks:
             applied = indexer.applied(indexed.of(chunk), with_temperature)
             geometry = self._geometry(document_ids, chunk)
             fused = self.implementation == "triton"
@@ -138,6 +142,7 @@ class AttentionOverChunks:
                 implementation=self.implementation,
                 kernel=self.gsa.attention_kernel if fused else "masked",
                 with_log_sum=fused and with_temperature,
+                overlap_with=overlap_with if chunk is chunks[-1] else lambda: None,
             )
             if fused:
                 self._log_format(selection, chunk.start)

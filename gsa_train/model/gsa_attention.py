@@ -177,15 +177,19 @@ class GSASelfAttention(MegatronModule):
             gathered = True
         elif self.head_gate is not None:
             gates = self.head_gate(hidden_states)
-        q, k, v, output_gate = self._project(hidden_states, gates, rotary_pos_emb)
+        projections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        with_grad = torch.is_grad_enabled()
+
+        def project() -> None:
+            with torch.set_grad_enabled(with_grad):
+                projections.append(self._project(hidden_states, gates, rotary_pos_emb))
+
         if gates is not None and attention_pass.measures:
             places = self.over_chunks.sampled_tokens(len(gates), attention_mask, attention_pass)
             sampled = gates.detach()[places]
             bins = self.runtime.once(attention_mask, "gate_bins", lambda: gate_bins(sampled.device))
             self.runtime.stats.record(self.layer, gate_statistics(sampled, self.config, bins))
-        core_gates = has_paper_form(self.gsa)
-        projected = Projected(q, k, v, output_gate if core_gates else None, attention_mask)
-        selections = None
+        indexed = selections = None
         if attention_pass.uses_indexer:
             if self.indexer is not None and self.variance is not None:
                 self.runtime.shared_selection = None  # free its memory before the next selection
@@ -198,10 +202,16 @@ class GSASelfAttention(MegatronModule):
                         indexed = indexed._replace(keys=gather_tokens(indexed.keys, self.cut, self.groups.cp))
                 with trace_span("selection"):
                     self.runtime.shared_selection = self.over_chunks.select(
-                        self.indexer, indexed, self.variance, attention_mask, attention_pass
+                        self.indexer, indexed, self.variance, attention_mask, attention_pass, project
                     )
-                projected = projected._replace(**indexed._asdict())
             selections = self.runtime.shared_selection
+        if not projections:  # no selection, or one of an earlier layer
+            project()
+        ((q, k, v, output_gate),) = projections
+        core_gates = has_paper_form(self.gsa)
+        projected = Projected(q, k, v, output_gate if core_gates else None, attention_mask)
+        if indexed is not None:
+            projected = projected._replace(**indexed._asdict())
 
         attend = partial(self.over_chunks.attend, indexer=self.indexer)
         if self.recompute_core and attention_pass.has_graph:

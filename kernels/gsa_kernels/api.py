@@ -19,6 +19,7 @@ queries form a tile that shares one list, and sums follow the order of this list
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
@@ -43,6 +44,7 @@ def select(
     implementation: Implementation,
     kernel: Kernel = "auto",
     with_log_sum: bool = False,
+    overlap_with: Callable[[], None] = lambda: None,
 ) -> Selection:
     """Select S_t: the k_t causal keys with the highest scores, and the last `local_window` keys.
 
@@ -60,6 +62,8 @@ def select(
             synchronise the host with the device, because their length depends on the data.
         with_log_sum: also return `Selection.log_sum`, with which the indexer loss needs one pass less. This needs a
             packed mask.
+        overlap_with: called once, before the host waits for the device. It may launch other work, which then runs
+            while the host waits.
 
     Raises:
         ValueError: an argument is invalid or not supported; the message names the argument and the remedy.
@@ -74,7 +78,7 @@ def select(
                 f"kernel is 'masked' with {num_keys} keys; pass 'auto', or at most {PACKED_MASK_MAX_TOKENS} keys"
             )
     operations = _operations(implementation)
-    return operations.select(indexer, rule, variance_ema, geometry, kernel, with_log_sum)
+    return operations.select(indexer, rule, variance_ema, geometry, kernel, with_log_sum, overlap_with)
 
 
 def sparse_attention(

@@ -5,6 +5,7 @@ The operations are differentiable, run on any device, and use tensors of [L, Lk]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import torch
@@ -32,7 +33,9 @@ def select(
     geometry: Geometry,
     kernel: Kernel,
     with_log_sum: bool,
+    overlap_with: Callable[[], None],
 ) -> Selection:
+    overlap_with()
     num_keys, device = indexer.keys.shape[1], indexer.keys.device
     positions = torch.arange(geometry.query_start, num_keys, device=device)
     causal = _causal(geometry, positions, num_keys)

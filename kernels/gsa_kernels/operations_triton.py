@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -30,19 +31,21 @@ def select(
     geometry: Geometry,
     kernel: limits.Kernel,
     with_log_sum: bool,
+    overlap_with: Callable[[], None],
 ) -> Selection:
     num_keys = indexer.keys.shape[1]
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:
-        listed = select_key_lists(indexer, rule, variance_ema, geometry)
+        listed = select_key_lists(indexer, rule, variance_ema, geometry, overlap_with=overlap_with)
         assert listed.key_lists is not None
         return replace(listed, density=union_density(listed.key_lists))
     chosen = select_keys(indexer, rule, variance_ema, geometry, with_log_sum=with_log_sum)
     measured = kernel == "auto" and num_keys >= limits.MEASURED_FROM_TOKENS
     if kernel != "gathered" and not measured:
+        overlap_with()
         return chosen
     assert chosen.packed_mask is not None
     length = num_keys - geometry.query_start
-    lists = key_lists_from_packed_mask(chosen.packed_mask, length, geometry.query_start)
+    lists = key_lists_from_packed_mask(chosen.packed_mask, length, geometry.query_start, overlap_with)
     density = union_density(lists)
     if kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
         return Selection(None, lists, chosen.budget, chosen.variance, density, chosen.log_sum)

@@ -169,6 +169,24 @@ def test_formats_follow_length_and_density(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(mask_of(long, LENGTH), mask)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_other_work_is_launched_once_for_each_format(
+    implementation: types.Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, ema, calls = problem(Case()), torch.tensor(EMA, device=DEVICE), []
+
+    def chosen(kernel: limits.Kernel) -> Selection:
+        how: dict[str, Any] = {"implementation": implementation, "overlap_with": lambda: calls.append(kernel)}
+        return gsa_kernels.select(given.indexer, RULE, ema, given.geometry, kernel=kernel, **how)
+
+    kernels: list[limits.Kernel] = ["masked", "gathered", "auto"]
+    found = [chosen(kernel).format for kernel in kernels]
+    monkeypatch.setattr(limits, "PACKED_MASK_MAX_TOKENS", LENGTH - 1)
+    chosen("auto")
+    assert found == ["packed_mask", "key_lists", "packed_mask"]
+    assert calls == [*kernels, "auto"]
+
+
 def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """An activation that only the reference has, and that `check_activation` would accept, raises an error."""
     monkeypatch.setattr(types, "check_activation", lambda *_, **__: None)

@@ -2,6 +2,7 @@
 queries, a key list holds every key that at least one query of the tile selects."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +36,13 @@ def select_key_lists(
     *,
     row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
     candidates_from: int | None = CANDIDATES_FROM,
+    overlap_with: Callable[[], None] = lambda: None,
 ) -> Selection:
     """Return the selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries.
 
-    `select_keys` explains the arguments. Packed masks exist for only two chunks of rows at a time. The host can
-    allocate the lists of a chunk only when it knows their length. While the host waits for this length, the device
-    already computes the next chunk.
+    `select_keys` explains the arguments, and `api.select` explains `overlap_with`. Packed masks exist for only two
+    chunks of rows at a time. The host can allocate the lists of a chunk only when it knows their length. While the host
+    waits for this length, the device already computes the next chunk.
     """
     with launching_on(indexer.queries, "the indexer"):
         selector = Selector(indexer, rule, variance_ema, geometry, row_chunk_bytes, candidates_from)
@@ -57,6 +59,7 @@ def select_key_lists(
             if waiting is not None:
                 filled.append(waiting.fill())
             waiting = chunk
+        overlap_with()
         if waiting is not None:
             filled.append(waiting.fill())
         lists = join_lists(filled[::-1], length, geometry.query_start)
@@ -93,13 +96,19 @@ def _select_and_count(selector: Selector, rows: range, outputs: Outputs) -> _Chu
 
 
 @torch.no_grad()
-def key_lists_from_packed_mask(packed_mask: torch.Tensor, length: int, query_start: int = 0) -> KeyLists:
+def key_lists_from_packed_mask(
+    packed_mask: torch.Tensor,
+    length: int,
+    query_start: int = 0,
+    overlap_with: Callable[[], None] = lambda: None,
+) -> KeyLists:
     """Return the key lists of the same selection. The host waits for the device.
 
     Args:
         packed_mask: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L
         length: L
         query_start: position of the first query
+        overlap_with: see `api.select`
     """
     check_at_least("length", length, 1)
     check_at_least("query_start", query_start, 0)
@@ -113,8 +122,9 @@ def key_lists_from_packed_mask(packed_mask: torch.Tensor, length: int, query_sta
             f"packed_mask is {packed_mask.dtype} {tuple(packed_mask.shape)}; pass int32 [B, {length}, {columns}]"
         )
     with launching_on(packed_mask, "packed_mask"):
-        counted = count_keys(packed_mask.contiguous(), range(length), query_start).wait()
-        return join_lists([fill_lists(counted)], length, query_start)
+        counted = count_keys(packed_mask.contiguous(), range(length), query_start)
+        overlap_with()
+        return join_lists([fill_lists(counted.wait())], length, query_start)
 
 
 def _mask_buffers(selector: Selector) -> list[torch.Tensor]:
