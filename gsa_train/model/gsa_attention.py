@@ -181,7 +181,7 @@ class GSASelfAttention(MegatronModule):
         with_grad = torch.is_grad_enabled()
 
         def project() -> None:
-            with torch.set_grad_enabled(with_grad):
+            with trace_span("attention"), torch.set_grad_enabled(with_grad):
                 projections.append(self._project(hidden_states, gates, rotary_pos_emb))
 
         if gates is not None and attention_pass.measures:

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
+from torch.profiler import ProfilerActivity, profile
 
 from gsa_train.profiling.step_breakdown import THE_END, Breakdown, Interval, breakdown
 from gsa_train.profiling.table import profile_table
-from gsa_train.profiling.trace_events import BACKWARD, STEP
+from gsa_train.profiling.trace_events import BACKWARD, STEP, forward_parts_of, host_events
+from helpers.single_rank import SPARSE, random_batches, step_gradients, tiny_config, tiny_model
 
 MAIN, AUTOGRAD = 1, 2
 """Thread numbers of the profiler. Launches outside of operations get the main thread's."""
@@ -120,6 +122,19 @@ def test_time_on_the_device() -> None:
     assert waits[0][:2] == ["idle", "until"]
     assert waits[1] == ["add", "other", "0.5", "0.25", "25.0%"]
     assert sum(float(line[-2]) for line in waits[1:]) == pytest.approx(EXPECTED["idle"] / 2, abs=0.006)
+
+
+def test_projections_launched_during_the_selection_count_as_attention() -> None:
+    config = tiny_config([SPARSE])
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step_gradients(tiny_model(config, variance_ema=0.02), SPARSE, random_batches(config), config)
+    on_host = host_events(profiler.events())
+    assert "selection" in {event.name for event in on_host}
+    parts = set(
+        forward_parts_of(on_host).values()
+    )  # of operations with a gradient, which the selection has none of
+    assert {"attention", "indexer", "mlp"} <= parts
+    assert "selection" not in parts
 
 
 # --- each instant of a device's time counts once -------------------------------------------------------------
