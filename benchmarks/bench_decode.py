@@ -2,16 +2,17 @@
 
     python benchmarks/bench_decode.py [--length 131072] [--batches 1 16] [--page-sizes 16 64 128]
 
-A CUDA graph runs the attention of several layers. Each layer has its own KV cache. When a run needs the keys and values
-of a layer, the L2 cache therefore no longer holds them from the previous run. A time is the median over runs, divided
-by the number of layers, in microseconds. Dense rows time the torch SDPA backends that support the case, and a Triton
-kernel that divides the keys among programs, as the GSA kernel does. `GSA token` times scores, selection and attention.
-`GSA attention` times only attention. `bound_us` is the number of bytes that the row must read, divided by the bandwidth
-of a device copy. `speedup` is the time of the fastest dense row divided by the time of this row. The shapes come from
-configs/gsa_7b.yaml, and the dtype is bf16.
+A CUDA graph runs the attention of several layers. Each layer has its own KV cache, so that the L2 cache does not hold a
+layer's keys and values from the previous run. The shapes come from configs/gsa_7b.yaml, in bf16. A time is the median
+over runs, divided by the number of layers, in microseconds.
+- Dense rows time the supported SDPA backends of torch, and a Triton kernel that divides the keys among programs, as the
+  GSA kernel does.
+- `GSA token` times scores, selection and attention. `GSA attention` times only attention.
+- `bound_us` is the bytes that the row must read, divided by the bandwidth of a device copy.
+- `speedup` is the time of the fastest dense row divided by the time of this row.
 
-With `--page-sizes` the bench does not measure dense decoding. It compares GSA on a paged cache, whose pages are in
-random order, with GSA on a contiguous cache. The shapes come from configs/gsa_1.7b.yaml, and the budget is fixed.
+With `--page-sizes`, the bench instead compares GSA on a paged cache, whose pages are in random order, with GSA on a
+contiguous cache. The shapes come from configs/gsa_1.7b.yaml, and the budget is fixed.
 """
 
 import sys
@@ -95,8 +96,8 @@ def make_layer(batch: int, length: int, shape: Shape = LARGE) -> Layer:
 
 
 def in_pages(layer: Layer, size: int) -> Layer:
-    """Copy the caches to pages of `size` tokens. The pages are in random order. One row of a page has the key and the
-    value of a token."""
+    """Copy the caches to pages of `size` tokens, in random order. One row of a page has the key and the value of a
+    token."""
     batch, length = layer.k.shape[:2]
     table = torch.randperm(batch * length // size, device="cuda").view(batch, -1)
 

@@ -2,24 +2,23 @@
 
     python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...]
 
-The models have the sizes in configs/gsa_1.7b.yaml and run in bf16. Weights and cache contents are random. The script
-compares the standard model (dense, no gates, no indexer) with GSA. All models decode with
-`gsa_hf.decoding.FusedDecoder`, which joins the projections of a layer. Each step runs as a CUDA graph. If all models
-fit into memory together, they take turns.
+The script compares the standard model (dense, no gates, no indexer) with GSA. The models have the sizes in
+configs/gsa_1.7b.yaml, in bf16, with random weights and cache contents. All decode with `gsa_hf.decoding.FusedDecoder`,
+which joins the projections of a layer, and run each step as a CUDA graph. If all models fit into memory together, they
+take turns.
 
-`standard` computes its matrix products with torch.compile, and its attention with the fastest of torch's SDPA backends.
-A static cache normally has empty slots, so attention needs a mask that excludes them. Here random values fill all
-slots, so the script also tries each backend without a mask. In GSA models, the batch size decides which kernels compute
-the matrix products, as the column `products` shows. `standard, our products` is the standard model with our kernels for
-the matrix products.
+- `standard` computes its matrix products with torch.compile, and its attention with the fastest of torch's SDPA
+  backends. A static cache normally has empty slots, which a mask must exclude. Here random values fill all slots, so
+  the script also tries each backend without a mask.
+- `standard, our products` is the standard model with our kernels for the matrix products.
+- In GSA models, the batch size decides which kernels compute the matrix products (column `products`).
 
-A decoding step advances the decoder's token counters. The script resets them before each step, outside of the measured
-time, so that all steps run at the same position.
+A decoding step advances the decoder's token counters. Outside of the measured time, the script resets them before each
+step, so that all steps run at the same position.
 
-`bound` is the number of bytes that a step must read, divided by the bandwidth of a device copy. These bytes are the
-weights, the attended keys and values, and the indexer keys. If a model does not fit in memory, the script times
-only as many layers as fit (column `layers`), and scales their time to all layers. The script times the output layer
-separately, because its time must not be scaled.
+`bound` is the number of bytes that a step must read (weights, attended keys and values, indexer keys), divided by the
+bandwidth of a device copy. If a model does not fit in memory, the script times only as many layers as fit (column
+`layers`), and scales their time to all layers. It times the output layer separately, without scaling.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python benchmarks/bench_kl.py [--lengths 4096 16384] [--heads 8]
 
-The target of the loss is the sum of the attention probabilities over heads. Here the target is an input, because in
-training the attention computes it. Queries attend to all causal keys, or to about 2048 random keys (`sparse`). total_ms
-is the time to compute the loss and its gradients. graph_ms is the time of the same computation in a CUDA graph, without
-launch overhead. value_only_ms is the time to compute the loss without gradients. stats_ms, scores_ms, queries_ms and
-keys_ms are times of single kernels on the last chunk of queries, whose size is last_chunk_rows.
+The target of the loss (attention probabilities, summed over heads) is an input here, because in training the attention
+computes it. Queries attend to all causal keys, or to about 2048 random keys (`sparse`). The columns are times:
+- total_ms: the loss and its gradients; graph_ms: the same in a CUDA graph, without launch overhead
+- value_only_ms: the loss without gradients
+- stats_ms, scores_ms, queries_ms, keys_ms: single kernels on the last chunk of queries, of size last_chunk_rows
 
 At CHECKED_LENGTH tokens, value and gradients are compared with torch in fp64 by relative errors.
 """

@@ -4,18 +4,21 @@
     python benchmarks/bench_long.py --lengths 262144 524288 1048576 --shapes 1.7B
 
 Rows `torch cuDNN` and `torch flash` time dense causal attention of q, k and v. Other rows time these kinds of GSA:
-    GSA token: each query selects its own 2048 keys. The selection (indexer scores, budget, top-k and key lists) is
-        timed on random indexer inputs that are similar for neighbouring queries. Attention with the gates G1 and G2 is
-        timed on random key lists of a given union ratio r. forward_ms and both_ms (with backward) are sums of both.
-    GSA token selected: attention reads the keys that the selection gave, with their own r.
-    GSA ReLU: the recommended indexer (8 heads, ReLU, a window of 64 keys) selects 1024 keys, on random inputs.
-forward_reuse_ms is a quarter of the time of four layers that share one selection (gsa.selection_reuse). kl_ms is the
-time of the indexer loss with its gradients. Only both_kl_ms includes it. mean_k is the mean budget of `selected` rows.
-peak_gib is the peak memory that a forward and backward pass adds to its inputs. It includes lists that the pass makes.
+- GSA token: each query selects its own 2048 keys. The selection (indexer scores, budget, top-k and key lists) is timed
+  on random indexer inputs that are similar for neighbouring queries. Attention with the gates G1 and G2 is timed on
+  random key lists of a given union ratio r. forward_ms and both_ms (with backward) are sums of both.
+- GSA token selected: attention reads the keys that the selection gave, with their own r.
+- GSA ReLU: the recommended indexer (8 heads, ReLU, a window of 64 keys) selects 1024 keys, on random inputs.
+
+Further columns:
+- forward_reuse_ms: a quarter of the time of four layers that share one selection (gsa.selection_reuse)
+- kl_ms: the indexer loss with its gradients, which only both_kl_ms includes
+- mean_k: the mean budget of `selected` rows
+- peak_gib: the peak memory that forward and backward add to the inputs, including lists that they make
 
 The union ratio r is the number of keys that at least one of 32 neighbouring queries selects, divided by the number of
-keys that one query selects. Beyond 131072 tokens, dense attention takes minutes. At these lengths, the bench measures
-only cuDNN and the rows whose name ends with `selected`, and each time comes from one run.
+keys that one query selects. Beyond 131072 tokens, where dense attention takes minutes, the bench measures only cuDNN
+and the rows whose name ends with `selected`, and each time comes from one run.
 """
 
 import sys
@@ -47,8 +50,8 @@ RECOMMENDED, WINDOW, HEADS = BudgetRule(1024, 1024, 1024, "off"), 64, 8
 """Budget, local window and indexer heads of the recommended configs."""
 REUSE = 4
 LIKENESS, RECOMMENDED_LIKENESS = 0.9, 0.96
-"""Similarity of neighbouring queries' indexer inputs. LIKENESS gives a union ratio near 4 at 128K tokens and k = 2048.
-RECOMMENDED_LIKENESS gives one near 3 with the recommended indexer, as in training (whole_steps/planted_indexer.py)."""
+"""Similarity of neighbouring queries' indexer inputs. LIKENESS gives a union ratio (see above) near 4 at 128K tokens
+and k = 2048. RECOMMENDED_LIKENESS gives a ratio near 3 with the recommended indexer, as in training."""
 
 PROMISES = (
     # Fields: attention, r, length, column, slower attention, promised ratio per shape.
@@ -93,10 +96,10 @@ def random_lists(length: int, k: int, ratio: float, seed: int) -> KeyLists:
     """Build random lists for a given union ratio, without a mask of all pairs. Every query selects k keys, and the
     queries of a tile together select ratio * k different keys.
 
-    The list of a tile has n = ratio * k random keys, which are causal for the first query of the tile. If that query
-    has fewer causal keys, the list has all of them. The ratio must be from 1 to the number of queries in a tile. Each
-    query selects k evenly spaced keys of the list, or the whole list if n <= k. The queries begin at different offsets
-    in the list, so that together they select all of its keys.
+    The list of a tile of neighbouring queries has n = ratio * k random keys from the causal keys of the tile's first
+    query, or all of these if there are fewer. The ratio must be from 1 to the number of queries in a tile. Each query
+    selects k evenly spaced keys of the list, or the whole list if n <= k. The queries begin at different offsets in the
+    list, so that together they select all of its keys.
     """
     tiles = -(-length // TILE_QUERIES)
     generator = torch.Generator(device=cases.DEVICE).manual_seed(seed)

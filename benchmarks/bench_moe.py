@@ -3,24 +3,25 @@
     python benchmarks/bench_moe.py [key=value ...] [--layers 18] [--experts 16] [--models standard gsa]
     python benchmarks/bench_moe.py --layers 3 --experts 128
 
-The shapes come from configs/*_moe_15b_a2b.yaml (4096 tokens, 8 experts per token). The models have fewer layers and
-experts than these configs, so that one device can hold the training state. The default of 18 layers and 16 experts
-needs a device of 80 GB. With 128 experts, each layer equals a layer of the 15B model. All models have the same
-micro-batch of 1, 2 or 4 sequences: the largest for which every model fits the device by the memory estimate.
+The shapes come from configs/*_moe_15b_a2b.yaml (4096 tokens, 8 experts per token), with fewer layers and experts, so
+that one device can hold the training state. The default of 18 layers and 16 experts needs a device of 80 GB. With 128
+experts, each layer equals a layer of the 15B model. All models have the same micro-batch: the largest of 1, 2 or 4
+sequences for which every model fits the device by the memory estimate.
 
 The bench also runs the models `standard` and `gsa` with `train.cuda_graphs`, as `standard_graphs` and `gsa_graphs`. It
-checks a promise: a GSA step takes at most 1.10 times as long as a standard step. For GSA and for standard, the
-faster variant counts: with or without CUDA graphs.
+checks that a GSA step takes at most 1.10 times as long as a standard step. For each of the two, the faster variant
+counts: with or without CUDA graphs.
 
 The learning rate is 0, so that weights and routing do not change during the run. `load_max` is the load of the expert
 with the most tokens, divided by the mean load of all experts.
 
 The models take turns in `--rounds` rounds. All models together do not fit into memory, so each turn builds and warms up
 its model again. In each round, the step time of each model is divided by the step time of the standard model without
-CUDA graphs. `ratio` is the median of these quotients over the rounds, with its standard error. A second table shows the
-ms per step of each part, from steps that are traced in the last round. The part `experts` is the matrix products of the
-routed experts. `exchange` sorts tokens by expert and adds up the outputs. `mlp` includes the shared expert. A trace
-cannot attribute the kernels of a CUDA graph to a part, so models with graphs are not traced.
+CUDA graphs. `ratio` is the median of these quotients over the rounds, with its standard error.
+
+A second table shows the ms per step of each part, traced in the last round. `experts` is the matrix products of the
+routed experts. `exchange` sorts tokens by expert and adds up the outputs. `mlp` includes the shared expert. Models with
+CUDA graphs are not traced, because a trace cannot attribute the kernels of a graph to a part.
 """
 
 from __future__ import annotations

@@ -6,25 +6,29 @@
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
 `key=value` overrides a field of all configs (`model.num_layers=4` for a quick look), and `--configs NAME,key=value` a
 field of one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
-`baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries. Step times are medians
-over turns of three unlogged steps. Each config takes turns with the first config, because the clock of a device changes
-with its temperature. For each pair of neighbouring turns the config's time is divided by the first config's. `ratio` is
-the median of these quotients, with its standard error. The table by part shows the kernel time of one profiled step in
-ms per sequence. `idle` is the time without any kernel.
+`baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries.
+
+Each config takes turns of three unlogged steps with the first config, because the clock of a device changes with its
+temperature. Step times are medians over turns. `ratio` is the median, with its standard error, of the config's time
+divided by the first config's time in neighbouring turns. The table by part shows the kernel time of one profiled step
+in ms per sequence. `idle` is the time without any kernel.
 
 With --lengths (`make bench-step`), the bench measures standard models (cuDNN attention) and GSA models at several
-lengths (whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. The bench
-writes each row to bench_step_lengths.json as soon as it is measured. A later call measures only the cases for which the
-file has no row from the same device and commit.
+lengths (whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. Each measured
+row goes into bench_step_lengths.json immediately. A later call skips the cases for which the file has a row from the
+same device and commit.
 
-`speed_up` is the step time of the standard model divided by the step time of this model. The two models take turns.
-`host_ms` is the time that the host needs to launch a step. `mean_k` is the mean number of keys that a query selects.
-`r` is the union ratio: the number of keys that at least one of 32 neighbouring queries selects, divided by `mean_k`.
-`indexer` says what selects the keys. With `own`, the untrained indexers of the model select them. With `alike`, given
-projections replace the indexers' projections, so that the selections of neighbouring queries are as similar as in a
-trained model (whole_steps/planted_indexer.py). Models named `..._graphs` run with train.cuda_graphs, and their
-`peak_gib` includes the memory of the graphs. The bench measures each model at two depths, and extrapolates `layer_ms`
-and the step time of the whole model. With `--layers 24` it measures whole models instead.
+- `speed_up`: the step time of the standard model divided by the step time of this model; the two take turns.
+- `host_ms`: the time that the host needs to launch a step.
+- `mean_k`: the mean number of keys that a query selects.
+- `r`, the union ratio: the number of keys that at least one of 32 neighbouring queries selects, divided by `mean_k`.
+- `indexer`: what selects the keys. With `own`, the untrained indexers of the model. With `alike`, given projections
+  replace the indexers' projections, so that neighbouring queries select keys as similar as in a trained model
+  (whole_steps/planted_indexer.py).
+
+Models named `..._graphs` run with train.cuda_graphs, and their `peak_gib` includes the memory of the graphs. The bench
+measures each model at two depths, and extrapolates `layer_ms` and the step time of the whole model. With `--layers 24`
+it measures whole models instead.
 """
 
 import re

@@ -9,12 +9,12 @@ All layouts have the same number of sequences per device. The short name of a la
 (whole_steps/layout_names.py). The data-parallel size follows from the number of ranks. The bench also runs on CPUs, but
 there it reports neither memory nor MFU.
 
-With --breakdown, the bench traces two more steps of each model. It prints the mean time per step of each part of the
-model, in milliseconds, on the device of rank 0. `exposed` is the time in which only kernels of NCCL ran, which includes
-waits for other ranks. `exposed_max` is the largest `exposed` of any rank. `idle` is the time in which no kernel ran.
-The traced step is the sum of `exposed`, `idle` and all parts. It takes longer than the measured step. `overlapped`,
-which the parts include, is the time in which communication ran together with other kernels. The rules are in
-gsa_train/profiling/step_breakdown.py.
+With --breakdown, the bench traces two more steps of each model, which take longer than the measured steps. It prints
+the mean milliseconds per step of each part of the model on the device of rank 0. The traced step is the sum of all
+parts, `exposed` and `idle` (gsa_train/profiling/step_breakdown.py):
+- `exposed`: only kernels of NCCL ran, which includes waits for other ranks. `exposed_max` is the maximum over ranks.
+- `idle`: no kernel ran.
+- `overlapped`: communication ran together with other kernels. The parts include this time.
 """
 
 from __future__ import annotations

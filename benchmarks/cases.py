@@ -111,9 +111,9 @@ def random_packed_mask(length: int, selected: int) -> torch.Tensor:
 
 
 def dense_attention(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Run dense causal attention with one torch backend. q is [B, H, L, D], and k and v are [B, Hkv, L, D]. On an H200
-    at 32K tokens, cuDNN is fastest if these tensors are contiguous. Flash attention is fastest if they are transposed
-    views of [B, L, H, D]."""
+    """Run dense causal attention with one torch backend, for q [B, H, L, D] and k and v [B, Hkv, L, D]. On an H200 at
+    32K tokens, cuDNN is fastest if these tensors are contiguous, and flash attention if they are transposed views of
+    [B, L, H, D]."""
     with sdpa_kernel(backend):
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 

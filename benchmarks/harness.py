@@ -63,8 +63,7 @@ def measure(
     """Return the median time of each candidate in ms, on the current CUDA device by CUDA events.
 
     Each candidate first runs a few times, to compile, to warm up, and to estimate its time. Then the candidates take
-    turns in `rounds` rounds. A device lowers its clock while it heats up. Because the candidates take turns, a lower
-    clock slows down all of them alike.
+    turns in `rounds` rounds, so that the falling clock of a warm device slows down all of them alike.
 
     Args:
         candidates: name -> function to time; its results are dropped
@@ -101,8 +100,8 @@ def share_rounds(runs: int, rounds: int) -> list[int]:
 
 
 def median_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median and its standard error. Assume a normal distribution: its standard deviation is 1.48 times the
-    median absolute deviation, and the median's standard error is 1.25 times the mean's."""
+    """Return the median and its standard error, assuming a normal distribution: the standard deviation is 1.48 times
+    the median absolute deviation, and the median's standard error is 1.25 times the mean's."""
     middle = median(values)
     spread = 1.48 * median(abs(each - middle) for each in values)
     return middle, 1.25 * spread / len(values) ** 0.5
@@ -128,8 +127,8 @@ def capture(run: Run) -> Run:
     """Capture `run` as a CUDA graph, which excludes the host's time, and return a function that replays it.
 
     `run` must do the same work on the same tensors each time, and must never wait for the device. Before the call, no
-    autograd graph may exist that uses the leaf tensors of `run`. Otherwise autograd would compute the gradients on the
-    stream of that earlier autograd graph.
+    autograd graph may use the leaf tensors of `run`, because autograd would then compute the gradients on the stream of
+    that earlier graph.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -1,8 +1,8 @@
 """Defines the attention of released packages that bench_peers.py times, and the selections that it is given.
 
-Each peer is one function. It takes inputs and a selection, builds what its kernels read (masks, lists of blocks), and
-returns what a run does. Tensors are [B, L, heads, D] with B = 1, and L is a multiple of 128. The packages are imported
-only by the functions.
+Each peer is one function of inputs and a selection. It builds what its kernels read (masks, lists of blocks), and
+returns the attention to run. Tensors are [B, L, heads, D] with B = 1, and L is a multiple of 128. Only these functions
+import the packages.
 """
 
 import importlib
@@ -181,7 +181,8 @@ def flash_masks() -> dict[str, Any]:
 
 
 def _block_kinds(words: torch.Tensor) -> torch.Tensor:
-    """Return int32 [L / 128, L / 128]: 0 for blocks without selected pairs, 2 for blocks with all, else 1."""
+    """Return int32 [L / 128, L / 128], for blocks of 128 queries and keys: 0 if no pair is selected, 2 if all are, else
+    1."""
     parts = words[0].unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK // 32))
     return (parts != 0).any(3).any(1).int() + (parts == -1).all(3).all(1).int()
 

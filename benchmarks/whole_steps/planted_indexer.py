@@ -1,10 +1,10 @@
 """Gives a model with random weights the selections of a trained model, by replacing its indexers' projections.
 
-In a trained model, neighbouring queries select similar keys. With random weights they do not. This changes the time of
-attention over key lists, which grows with the union ratio r: the number of keys that at least one of 32 neighbouring
-queries selects, divided by the number of keys that one query selects. This module therefore makes each indexer return
-given (planted) projections instead of its own. The exchange takes no time on the device. Gradients still reach the
-indexer's own projections, so that a step does all of its work.
+In a trained model, neighbouring queries select similar keys, which they do not with random weights. Attention over key
+lists takes longer with a larger union ratio r: the number of keys that at least one of 32 neighbouring queries selects,
+divided by the number of keys that one query selects. This module therefore makes each indexer return given (planted)
+projections instead of its own. This takes no time on the device. Gradients still reach the indexer's own projections,
+so that a step does all of its work.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gsa_train.model.indexer import Indexer, IndexerProjections
 from gsa_train.model.mcore.build import Model
 
 LIKENESS = 0.96
-"""Similarity of neighbouring queries' indexer inputs. With 1024 keys r is 2.1 at 8192 tokens and 2.7 at 32,768. In the
-trained SmolLM2-135M r is 2.14 and 2.83 (90c6ac39)."""
+"""Similarity of neighbouring queries' indexer inputs. With 1024 keys, the union ratio r is then 2.1 at 8192 tokens and
+2.7 at 32,768. In the trained SmolLM2-135M (commit 90c6ac39), r is 2.14 and 2.83."""
 
 TILE = 32
 """Number of neighbouring queries that are similar: the queries whose union defines r."""

@@ -23,8 +23,8 @@ class Result:
     step_ms_high: float = float("nan")
     tokens_per_second_per_device: float = float("nan")
     mfu: float = float("nan")
-    """Operations of the model's matrix products per second, divided by the device's peak. A query of sparse attention
-    counts k_base and the local window."""
+    """Operations of the model's matrix products per second, divided by the device's peak. In sparse attention, each
+    query counts as attending to k_base keys and the local window."""
     peak_gib: list[float] = field(default_factory=list)
     """Allocated, by rank."""
     peak_reserved_gib: list[float] = field(default_factory=list)

@@ -53,7 +53,7 @@ FIXED = (
 """Columns of a row before the parts."""
 
 SAME_MODEL = ("shape", "length", "model", "sequences", "vocab", "indexer")
-"""Cells in which rows of two depths must agree if the time of a whole model is to be computed from them."""
+"""Cells that must be equal in the rows of two depths from which a whole model is computed."""
 
 Cells = dict[str, harness.Cell]
 
@@ -252,8 +252,8 @@ def whole_model(shallow: Mapping[str, Any], deep: Mapping[str, Any], layers: int
 
 
 def add_whole_models(report: harness.Report) -> None:
-    """Add a row for each whole model, computed from the rows that this device measured at this commit. Also add whether
-    each aim is met."""
+    """For each whole model, add a row that is computed from the rows of this device and commit. Also add whether each
+    aim is met."""
     here = (report.environment["gpu"], report.environment["commit"])
     report.rows = [row for row in report.rows if "whole_ms" not in row or (row["gpu"], row["commit"]) != here]
     report.bars.clear()

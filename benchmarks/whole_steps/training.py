@@ -37,8 +37,8 @@ LEFT_OVER_BYTES = 64 * 2**20
 def run_variants(
     plan: Sequence[Variant], steps: int, warmup_steps: int, seed: int, traced_steps: int = 0
 ) -> Iterator[Result]:
-    """Measure the variants one after another on all ranks. Each variant is released before the next one begins. If
-    megatron-core cannot run a variant, the result of this variant says so.
+    """Measure the variants one after another on all ranks, and release each before the next one begins. If
+    megatron-core cannot run a variant, the variant's result says so.
 
     Args:
         traced_steps: steps after the measured ones, for `Result.breakdown`; needs CUDA devices.

@@ -5,16 +5,16 @@ The caller names the implementation, and each function runs that implementation 
 fused kernels, which need a CUDA device. `reference` runs plain torch on any device. Both give the same results and
 gradients up to rounding. `limits.py` lists what the kernels support. `types.py` explains the letters in shapes.
 
-If an input is NaN and makes one of a query's scores NaN, the query's variance is NaN, and its budget is k_base. The
-query still selects this number of causal keys, but it is unspecified which keys. If a selected key has a score of NaN,
-the KL of this query and the loss are NaN. With infinite inputs, a selection still has the right number of keys, all of
-them causal, but nothing else is guaranteed. NaN and infinity change the results of queries without non-finite values
-in the last bits at most.
+Inputs that are not finite:
+- If a query has a score of NaN, it selects k_base causal keys, but it is unspecified which.
+- If a selected key has a score of NaN, the KL of this query and the loss are NaN.
+- If an input is infinite, queries select the right number of causal keys, but nothing else is guaranteed.
+- The results of all other queries change in the last bits at most.
 
 The results of a query (output, log-sum-exp, KL and gradients) depend only on the keys that the query selects. With a
-packed mask, other keys do not change a single bit of these results. With key lists, limits.TILE_QUERIES neighbouring
-queries form a tile that shares one list, and sums follow the order of this list. The last bits of a query's results
-(about 1e-7 of a value in fp32) therefore depend on the selections of its neighbours in the tile, even of later queries.
+packed mask (one bit per query and key), this holds to the last bit. With key lists, a tile of limits.TILE_QUERIES
+neighbouring queries shares one list, and sums follow the order of the list. The selections of neighbours in the tile,
+even later ones, can therefore change the last bits (about 1e-7 of a value in fp32).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def select(
         indexer: queries [B, L, HI, DI]; all Lk keys
         variance_ema: fp32, 0-d: moving average of the layer's score variance before this step; 0 at the start
         kernel: the attention kernel that will read the selection. `masked` reads a packed mask. `gathered` reads key
-            lists (for each tile of queries, the keys that any of them selects). With the reference, `auto` gives a
-            packed mask. With Triton, it gives key lists above limits.PACKED_MASK_MAX_TOKENS keys, and a packed mask
-            below limits.MEASURED_FROM_TOKENS keys. In between, the measured density of the selection decides. Key lists
-            synchronise the host with the device, because their length depends on the data.
+            lists (for each tile of queries, the keys that any of them selects), for which the host waits for the
+            device, because their length depends on the data. `auto` takes a packed mask with the reference. With
+            Triton, it takes a packed mask below limits.MEASURED_FROM_TOKENS keys and key lists above
+            limits.PACKED_MASK_MAX_TOKENS keys. In between, the measured density of the selection decides.
         with_log_sum: also return `Selection.log_sum`, with which the indexer loss needs one pass less. This needs a
             packed mask.
         overlap_with: called once, before the host waits for the device. It may launch other work, which then runs
@@ -100,9 +100,9 @@ def sparse_attention(
         q: [B, L, H, D], D one of limits.HEAD_SIZES; with Triton bf16 or fp32
         k: [B, Lk, Hkv, D]
         v: [B, Lk, Hkv, D]
-        selection: S_t of these queries; None: dense attention to all causal keys of the query's document
+        selection: the keys S_t of these queries; None: dense attention to all causal keys of the query's document
         geometry: the one passed to `select`
-        gate_logits: G1 before its sigmoid, [B, L, H, D] or [B, L, Hkv, H / Hkv, D]
+        gate_logits: output gate G1 before its sigmoid, [B, L, H, D] or [B, L, Hkv, H / Hkv, D]
 
     Returns:
         out: [B, L, H, D], in the dtype of q
@@ -187,7 +187,7 @@ def decode_step(
         cache: the cache of this layer; its selection is overwritten
         variance_ema: fp32, 0-d, the layer's moving average from training
         geometry: `local_window` of training, other fields at their defaults
-        gate_logits: [B, H, D], G1 before its sigmoid
+        gate_logits: [B, H, D], output gate G1 before its sigmoid
 
     Returns:
         [B, H, D]; zeros for a sequence of length 0

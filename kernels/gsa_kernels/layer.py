@@ -89,13 +89,13 @@ class GatedSparseAttention(nn.Module):
 
         Args:
             x: the layer's normalised input
-            positions: int [B, L] or [L], positions of the tokens for RoPE; by default they continue those in the cache,
-                or begin at 0. They do not change which tokens attend to each other; the order in x alone decides this.
+            positions: int [B, L] or [L], for RoPE only; the order in x alone decides which tokens attend to each other.
+                By default they continue the positions in the cache, or begin at 0.
             cache: from `new_cache`; the tokens are written into the cache and attend to the tokens that it held. Only
                 in eval mode and without gradient.
-            need_weights: also return the probabilities after the softmax, fp32 [B, H, L, Lk], without gradient and
-                before G1. Plain torch computes them separately. They take four bytes per query, key and head, and about
-                the time of dense attention.
+            need_weights: also return the probabilities after the softmax, before G1, fp32 [B, H, L, Lk], without
+                gradient. Plain torch computes them separately, in about the time of dense attention, and they take four
+                bytes per query, key and head.
             attention: `dense` attends to all causal keys and does not run the indexer
             document_starts: int32 [B, L], never decreasing: the index in x at which each token's document begins; None:
                 one document
@@ -125,7 +125,7 @@ class GatedSparseAttention(nn.Module):
         attention: Literal["dense", "sparse"] = "sparse",
         document_starts: torch.Tensor | None = None,
     ) -> LayerOutput:
-        """Run `forward` in training and also return the indexer loss. `dense` is the indexer warm-up.
+        """Run `forward` in training and also return the indexer loss. Dense attention is for the indexer warm-up.
 
         `forward` explains the arguments. The module does not store the loss. Recomputation (`torch.utils.checkpoint`)
         may therefore call this method twice.

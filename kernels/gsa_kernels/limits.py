@@ -62,8 +62,9 @@ PACKED_MASK_MAX_TOKENS = 32768
 selected as key lists, so that memory does not grow with the square of the length."""
 
 MEASURED_FROM_TOKENS = 16384
-"""Shortest sequence for which `kernel="auto"` measures the density of a selection and takes the faster format. Shorter
-sequences always get the packed mask, because budgets of thousands of keys reach most of their tiles."""
+"""Shortest sequence for which `kernel="auto"` measures the density of a selection (GATHERED_BELOW_DENSITY) and takes
+the faster format. Shorter sequences always get the packed mask, because budgets of thousands of keys reach most of
+their tiles."""
 
 GATHERED_BELOW_DENSITY = 2 / 3
 """Limit on the density (the number of keys in the key lists, divided by the number of causal keys). Below this density,
@@ -108,9 +109,9 @@ CANDIDATE_BYTES = 8
 def candidate_room(most_keys: int) -> int:
     """Return the number of candidates of a row for which memory is reserved, at the largest budget.
 
-    `_guess_kernel` chooses a threshold. At most `sampled` of the sampled keys reach it, and each of them stands for
-    CANDIDATE_SAMPLE_STRIDE keys, so at most about CANDIDATE_SAMPLE_STRIDE * `sampled` keys of the row reach it. The
-    result allows for three standard deviations more, which suffices for all but one row in a thousand.
+    Candidates are the keys whose score reaches a threshold, which `_guess_kernel` chooses from a sample of the keys. At
+    most `sampled` of the sampled keys reach it. Each of them stands for CANDIDATE_SAMPLE_STRIDE keys of the row. The
+    result adds three standard deviations, which suffices for all but one row in a thousand.
     """
     expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)
@@ -128,19 +129,20 @@ SELECTION_CHUNK_BYTES = 512 * 2**20
 """Scores, or candidates, of one chunk of rows (selection/op.py)."""
 
 LOSS_CHUNK_BYTES = 256 * 2**20
-"""Target probabilities of one chunk of rows, counted as fp32. The loss itself needs at most about as much
+"""Target probabilities of one chunk of rows, counted as fp32. The loss itself needs at most about as much memory again
 (loss/op.py)."""
 
 LIST_LOSS_CHUNK_BYTES = 512 * 2**20
-"""Like LOSS_CHUNK_BYTES, over key lists. The keys' gradients (fp32, by entry) take DI / 32 times this size as well."""
+"""Like LOSS_CHUNK_BYTES, over key lists. The gradients of the indexer's keys, one fp32 row per list entry, take another
+DI / 32 times this size."""
 
 GATHERED_GRADIENT_BYTES = 2 * 2**30
 """Partial gradients of k and v in the backward pass over key lists (attention/gathered.py)."""
 
 SEGMENT_KEYS = 4096
-"""Smallest number of keys per program if several programs share a list in the backward pass over key lists. Each
-program loads q and the output's gradient, and stores a gradient of q that is read again. This costs as much as loading
-192 keys and values of size 256 (attention/triton_gathered_backward.py)."""
+"""Smallest number of keys per program if several programs share a list in the backward pass over key lists. Sharing
+costs each program as much as loading 192 keys and values of size 256: the program loads q and the output's gradient,
+and stores a gradient of q that is read again (attention/triton_gathered_backward.py)."""
 
 SEGMENT_WAVES = 4
 """Largest number of programs per multiprocessor if programs share lists. Each program stores a gradient of q."""

@@ -1,12 +1,13 @@
 """Finds kernels that Triton compiles to wrong sums, and raises an error before such a kernel runs.
 
-If the axis of a sum (`tt.reduce`) is divided among several warps, each warp stores a partial sum in shared memory. In
-Triton 3.6 and 3.7, the address of a partial sum depends on the coordinate of its warp along the axis. `delinearize` in
-Triton's Utility.cpp computes the coordinates of warps and lanes. It assumes that the bits of a warp's number that
-belong to one axis are adjacent. Layouts that come from reshaping a matrix product can break this assumption. For
-example, the first bit can belong to rows, the second bit to heads, and the third bit to rows again. In a sum over
-heads, all heads then have the same address. The sum therefore contains one head, and old contents of the memory in
-place of the other heads. Whether the layout of a kernel is of this kind depends on the GPU.
+If the axis of a sum (`tt.reduce`) is divided among several warps, each warp stores its partial sum in shared memory, at
+an address that depends on the warp's coordinate along the axis. In Triton 3.6 and 3.7, `delinearize` (Utility.cpp)
+computes wrong coordinates if the bits of a warp's number that belong to one axis are not adjacent. Layouts of reshaped
+matrix products can be of this kind, depending on the GPU.
+
+For example, the first bit can belong to rows, the second to heads, and the third to rows again. In a sum over heads,
+all heads then have the same address. The sum contains one head, and old contents of the memory in place of the other
+heads.
 """
 
 from __future__ import annotations
@@ -82,10 +83,8 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """Return the linear layout with this name, or the slice of one. Return None for other kinds of layout.
-
-    In other kinds, the bits of an axis are adjacent, so sums are right.
-    """
+    """Return the linear layout with this name, or the slice of one. Return None for other kinds of layout, in which the
+    bits of an axis are adjacent, so sums are right."""
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
         if parent is None:

@@ -47,7 +47,7 @@ def sample_rows(
 ) -> tuple[SampledRows, int]:
     """Choose a systematic sample: evenly spaced stretches of `stretch` rows, by default STRETCH_ROWS.
 
-    Every draw contains rows from each part of the sequence. A stretch consists of whole tiles of the kernels.
+    Each sample contains rows from all parts of the sequence. A stretch consists of whole tiles of the kernels.
 
     Args:
         fraction: 1 / n for a whole n; at least one stretch is taken; 1 takes all rows

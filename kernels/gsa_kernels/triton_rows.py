@@ -64,8 +64,10 @@ def rows_of_program(
     The last tiles run first, because they have the most keys.
 
     Returns:
-        tile and b; then for each row its number in the chunk, whether it exists, the position of its query (-1 if it
-        does not exist) and b * R + row (int64); then the position of the last row
+        - tile and b
+        - for each row: its number in the chunk, whether it exists, the position of its query (-1 if it does not exist),
+          and b * R + row (int64)
+        - the position of the last row
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0

@@ -119,8 +119,8 @@ class RowSample:
     fraction: float = 1.0
     """1 / n for an integer n. Below 1 the loss is an unbiased estimate of the loss over all rows."""
     draw: int | None = None
-    """Chooses the stretches: one of each n, from number `draw` modulo n on. n consecutive draws take each row once. A
-    fraction below 1 needs a draw, which must be equal on all ranks that share the rows."""
+    """Chooses every n-th stretch, from number `draw` modulo n on, so that n consecutive draws take each row once. A
+    fraction below 1 needs a draw, equal on all ranks that share the rows."""
     share: tuple[int, int] = (0, 1)
     """(rank, size): this rank computes every size-th of the chosen stretches, from number `rank` on. The losses and
     gradients of all shares add up to the whole."""

@@ -1,5 +1,5 @@
-"""Computes attention over key lists with fused gate G1, for sequences whose packed mask would be too large. For each
-tile of neighbouring queries, a key list holds every key that at least one query of the tile selects."""
+"""Computes attention over key lists with fused output gate G1, for sequences whose packed mask would be too large. A
+key list holds every key that at least one query of a tile of neighbouring queries selects."""
 
 from dataclasses import replace
 
@@ -24,19 +24,19 @@ def gathered_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out[t] = sigmoid(gate) * sum_{s in S_t} softmax_{s in S_t}(q[t] . k[s] / sqrt(D)) v[s], per head.
 
-    Each tile of queries gathers every key of its list once, so the work grows with the length of the lists. Every S_t
-    must contain at least one key. The function does not check that the listed keys are causal, or that they belong to
-    the document of the query. The function is deterministic, and differentiable in q, k, v and gate_logits. The last
-    dimension of each tensor must be contiguous.
+    Each tile of queries gathers every key of its list once, so the work grows with the length of the lists. Every query
+    must select at least one key. The function does not check that the listed keys are causal and belong to the document
+    of the query. It is deterministic, and differentiable in q, k, v and gate_logits. The last dimension of each tensor
+    must be contiguous.
 
     Args:
         q: [B, L, H, D], D one of limits.HEAD_SIZES; bf16 or fp32
         k: [B, Lk, Hkv, D], Lk = lists.num_keys
         v: [B, Lk, Hkv, D]
-        lists: S_t of the queries; the first query is at position lists.query_start
+        lists: the keys S_t of the queries; the first query is at position lists.query_start
         gate_logits: [B, L, H, D] or [B, L, Hkv, H / Hkv, D], G1 before its sigmoid
-        scratch_bytes: limit on the memory of partial sums in the backward pass. The fp32 sums of the gradients of k and
-            v come in addition. A smaller limit makes the backward pass slower.
+        scratch_bytes: memory for partial sums in the backward pass, in addition to the fp32 gradients of k and v. A
+            smaller limit makes the backward pass slower.
 
     Returns:
         out: [B, L, H, D], in the dtype and the memory order of q

@@ -1,4 +1,4 @@
-"""Computes attention over selected keys with fused gate G1 by Triton kernels."""
+"""Computes attention over selected keys with fused output gate G1 by Triton kernels."""
 
 import torch
 

@@ -29,10 +29,8 @@ def attention_backward(
     packed_mask: torch.Tensor | None,
     document_starts: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Compute the gradients of q, k, v and the gate logits from the gradient of `out`.
-
-    `out` and `lse` are the results of the forward pass.
-    """
+    """Compute the gradients of q, k, v and the gate logits from `grad`, the gradient of `out`. `out` and `lse` are the
+    results of the forward pass."""
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     grad_attended, grad_gate, delta, lse2 = backward_rows(grad, out, lse, inputs.gate_logits)

@@ -150,8 +150,7 @@ def _forward_kernel(
 ):
     """One program computes ROWS rows, which are one tile of queries for HEADS heads.
 
-    The grid starts with the programs of the last tiles. Their queries have the most keys, so these programs take
-    longest.
+    The grid starts with the last tiles of queries, which take longest, because their queries have the most keys.
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0

@@ -4,10 +4,10 @@ Each program owns a tile of queries and writes the gradient of q for these queri
 program also writes a partial row, which is the contribution of the tile's queries to dV and dK of this key.
 `add_partials_by_key` sums the partial rows of each key in the order of the tiles, so results are deterministic.
 
-To limit scratch memory, the tiles are processed in ranges, and scratch memory holds the partial rows of one range at a
-time. If lists are long, a range may have fewer tiles than the device has multiprocessors. Several programs then share a
-tile: each takes a segment of the tile's list, and computes this segment's part of the gradient of q. A second kernel
-adds the parts in a fixed order.
+To limit scratch memory, the tiles are processed in ranges, and memory holds the partial gradients of k and v of one
+range at a time. If lists are long, a range may have fewer tiles than the device has multiprocessors. Several programs
+then share a tile: each takes a segment of the tile's list, and computes this segment's part of the gradient of q. A
+second kernel adds the parts in a fixed order.
 """
 
 import torch
@@ -116,7 +116,8 @@ def _launch(
     """Launch a range of tiles for one part of `members` query heads in each of N adjacent key-value heads.
 
     Args:
-        part: S * g + j, for key-value head g (the first of the N) and part j of the S parts of its query heads
+        part: S * g + j. The query heads of a key-value head are divided into S parts. The launch computes part j for
+            the key-value heads g to g + N - 1.
         grad_q, partials: outputs, [B, L, H, D] and [N, tile_rows.num_rows, 2 * D]
     """
     q, k, v, grad, scale = inputs.q, inputs.k, inputs.v, inputs.grad, inputs.scale

@@ -35,11 +35,11 @@ def transpose_packed_mask(packed_mask: torch.Tensor, query_start: int = 0) -> to
 def _transpose_kernel(
     packed_mask, turned, stride_wb, stride_wl, length, num_keys, columns, first_diagonal
 ):  # fmt: skip
-    """Each program transposes the bits of 32 queries and 256 keys. In `packed_mask`, these bits are 8 words in the row
-    of each query. In `turned`, they are one word for each key.
+    """Each program transposes the bits of 32 queries and 256 keys: 8 words per query in `packed_mask` become one word
+    per key in `turned`.
 
-    Let i be the number of a block of 32 queries. The key at the position of the block's last query is in word
-    i + first_diagonal of `packed_mask`. No query of the block selects a later key, so later words are not read.
+    The queries of block i (queries 32 i to 32 i + 31) select no key after word i + first_diagonal of their rows,
+    because this word contains the position of the block's last query. Later words are therefore not read.
     """
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -48,7 +48,7 @@ def _transpose_kernel(
     row = query_block * 32 + bit
     keys = tl.program_id(0) * _WORDS * 32 + tl.arange(0, _WORDS * 32)
     result = tl.zeros([_WORDS * 32], tl.int32)
-    # No query selects a key after all queries. These keys are written but not read.
+    # Otherwise all these keys come after the queries of the block, and the result is 0.
     if tl.program_id(0) * _WORDS <= query_block + first_diagonal:
         pointers = packed_mask + batch * stride_wb + row.to(tl.int64)[:, None] * stride_wl + column[None, :]
         tile = tl.load(pointers, mask=(row < length)[:, None] & (column < columns)[None, :], other=0)

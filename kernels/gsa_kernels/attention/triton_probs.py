@@ -53,8 +53,8 @@ def head_sum_probs_rows(
 ) -> torch.Tensor:
     """Sum exp(q[t,h] . k[s] / sqrt(D) - lse[h,t]) over the heads, for the queries t of `rows` and the keys s in S_t.
 
-    For all other keys the result is 0. Tiles without a causal key stay uninitialised. `triton_indexer_loss` does not
-    read them.
+    For all other keys the result is 0, except in tiles without a causal key. These tiles stay uninitialised, because
+    `triton_indexer_loss` does not read them.
 
     Args:
         q: [B, L, H, D]

@@ -1,8 +1,8 @@
 """Loads tiles, expands packed masks and chooses tile shapes for the attention kernels.
 
-A packed mask is a tensor of int32 words [B, L, W], with W = ceil(Lk / 32). If query i selects key s, bit s % 32 of word
-s // 32 in row i is set. The queries are at the last L of the Lk positions, so query_start is Lk - L. The names `rows`
-and `length` refer to queries, and `positions` and `num_keys` refer to keys.
+A packed mask is an int32 tensor [B, L, ceil(Lk / 32)]. Bit s % 32 of word s // 32 in row i says that query i selects
+key s. The queries are the last L of the Lk positions. In names, `rows` and `length` refer to queries, and `positions`
+and `num_keys` to keys.
 """
 
 from typing import NamedTuple
@@ -106,10 +106,9 @@ def load_rows(
 def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     """Load the WIDTH / 32 words of each row of a tile into four vectors [ROWS].
 
-    If a row has fewer than four words, the other vectors are copies of the first vector.
-
-    Vectors are faster than one tile [ROWS, words]. A vector has fewer elements than the program has threads, so the
-    compiler can load it directly into the register layout of the logits, without shared memory.
+    If a row has fewer than four words, the other vectors are copies of the first vector. Four vectors are faster than
+    one tile [ROWS, words]: a vector has fewer elements than the program has threads, so the compiler loads it directly
+    into the register layout of the logits, without shared memory.
 
     Args:
         pointers: [ROWS], to the first word of each row; the next word is `step` elements further
@@ -138,10 +137,9 @@ def _load_word(pointers, mask, EVEN: tl.constexpr):
 def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
     """Expand the WIDTH / 32 words of each row to bool [ROWS, WIDTH]: column c is bit c % 32 of the row's word c // 32.
 
-    The shift by c % 32 takes two steps: by c & 6 and by c & 25. In the register layout of a matrix product, the lane of
-    a thread determines bits 1 and 2 of c (c & 6), so the first step needs a shift instruction. All other bits depend
-    only on the register, so the compiler knows the second shift and the word. Instead of a second shift, it tests a
-    fixed bit of this word.
+    The shift by c % 32 is split into shifts by c & 6 and c & 25. In the register layout of a matrix product, a thread's
+    lane gives bits 1 and 2 of c, so the shift by c & 6 needs an instruction. The other bits of c depend only on the
+    register, so the compiler knows them. Instead of the second shift, it tests a fixed bit of a fixed word.
     """
     columns = tl.arange(0, WIDTH)
     of_lane = (columns & 6)[None, :]

@@ -1,5 +1,5 @@
-"""Runs `enter_token` (see entry_reference.py) in one launch, between the joined projection and the selection of
-decoding.
+"""Turns the joined projection of new tokens into attention inputs and cache entries, in one launch (`enter_token` of
+entry_reference.py).
 
 Use this module for several sequences, or for layers with norms of q and k. For one sequence in a layer without these
 norms, use joined.py, which also computes the projection. On Hopper, the kernel starts before the previous kernel ends

@@ -49,8 +49,9 @@ class AngleTable(NamedTuple):
     """Holds the angles of all positions and the sequences' lengths, so that kernels look up the new tokens' angles."""
 
     values: torch.Tensor
-    """[positions + 1, 2 channels + 2 index_channels]: row p + 1 has cosines and sines of position p for q and k, then
-    for the indexer. Both channels of a pair have equal angles. A sequence's length is the row of its new token."""
+    """[positions + 1, 2 channels + 2 index_channels]. Row p + 1 holds cosines and sines of position p for q and k, then
+    for the indexer, equal in both channels of a pair. The length of a sequence is thus the number of its new token's
+    row."""
     lengths: torch.Tensor
     """int32 [B], tokens of each sequence, including the new token; at most the number of positions."""
     channels: int

@@ -1,8 +1,9 @@
-"""Runs `enter_row` (see entry_reference.py) in one launch, for decoding one sequence without norms of q and k.
+"""Computes the joined projection of one new token, and its attention inputs and cache entries, in one launch
+(`enter_row` of entry_reference.py). The layer must not have norms of q and k.
 
 On Hopper, the kernel starts before the previous kernel ends (row_product/op.py). The caller may divide the rows of the
-weight among several launches. The first launch then computes the rows that the selection needs, and the other launches
-run beside later kernels that leave memory bandwidth unused.
+weight among several launches: the first computes the rows that the selection needs, and the others run beside later
+kernels that leave memory bandwidth unused.
 """
 
 import torch

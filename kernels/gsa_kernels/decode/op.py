@@ -1,15 +1,14 @@
 """Decodes with Gated Sparse Attention: one new query per sequence against a cache of keys, values and indexer keys.
 
 A step launches four kernels: one for the scores, two for the selection and one for attention. A CUDA graph can capture
-a call and replay it while the lengths grow. For this purpose, `cache.lengths` is a tensor on the device, the grids
-cover the whole cache, and the host reads nothing back. If the caller passes `out`, a call allocates no memory.
-`decode_top_k` and `decode_attention` define the results, which are deterministic.
+a call and replay it while the lengths grow, because `cache.lengths` is a tensor on the device, the grids cover the
+whole cache, and the host reads nothing back. If the caller passes `out`, a call allocates no memory. The results are
+deterministic; `decode_top_k` and `decode_attention` define them.
 
-On Hopper, each kernel starts before the previous kernel ends, and later waits for the end of the previous kernel
-(row_product/op.py lists the rules). The scores kernel is an exception: it starts early only if `cache.in_chain` is
-true. Kernels may read `lengths` and `starts` before they wait. If `cache.settled` is true, the previous kernels may
-still change the newest indexer key of each sequence, but no other key. The scores kernel then reads the other keys
-before it waits.
+On Hopper, each kernel starts before the previous kernel ends, and later waits for its end (programmatic dependent
+launch; row_product/op.py lists the rules). The scores kernel does so only if `cache.in_chain` is true. Before its wait,
+every kernel may read `lengths` and `starts`. If `cache.settled` is true, the scores kernel also reads all indexer keys
+except each sequence's newest.
 """
 
 from dataclasses import replace

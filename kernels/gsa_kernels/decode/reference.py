@@ -110,10 +110,8 @@ def keys_of_selection(selected: torch.Tensor, lengths: torch.Tensor, local_windo
 def decoded_keys(
     selection: DecodeSelection, lengths: torch.Tensor, local_window: int, num_keys: int
 ) -> torch.Tensor:
-    """Return the keys to which each sequence's last token attended when it was decoded: bool [B, num_keys].
-
-    Entries at or beyond the length of a sequence are unspecified.
-    """
+    """Return the keys to which each sequence's last token attended when it was decoded: bool [B, num_keys]. Entries at
+    or beyond the length of a sequence are unspecified."""
     valid = torch.arange(selection.indices.shape[1], device=lengths.device) < selection.counts[:, None]
     hits = torch.zeros(len(valid), num_keys, dtype=torch.int32, device=lengths.device)
     hits.scatter_add_(1, torch.where(valid, selection.indices, 0).long(), valid.int())

@@ -21,7 +21,8 @@ BINS, BINS_PER_OCTAVE = 4096, 128
 """Bins of the histogram of scores."""
 
 SAMPLE = 64
-"""Number of keys in a tile of the scores kernel, and of sampled keys that give the floor. It divides CHUNK."""
+"""Keys in a tile of the scores kernel, a divisor of CHUNK. The histogram's floor comes from a sample of the same size.
+"""
 
 _PROGRAMS_PER_SM = 4  # programs of the attention kernel, measured on an H200 at 16 sequences
 PARTS = 32
@@ -121,23 +122,24 @@ class LayerCache:
     previous kernel copied the cache."""
 
     in_chain: bool = False
-    """Whether the kernels before and after a step also start early and wait (row_product/op.py). The scores kernel then
-    starts before the previous kernel ends, and attention lets the next kernel start after attention's own wait. If the
-    neighbours do not start early, True makes a step slower, because waiting programs take the place of working ones."""
+    """Whether the kernels before and after a decoding step also start early and wait (row_product/op.py). The scores
+    kernel then starts before the previous kernel ends, and attention releases the next kernel after its own wait. If
+    the neighbours do not start early, True makes a step slower, because waiting programs take the place of working
+    ones."""
 
     counted: bool = False
     """Whether attention counts its written outputs in `DecodeWorkspace.written`. Later kernels can then wait for the
     count (`Awaited`, row_product/triton_product.py)."""
 
     beside: Callable[[], object] | None = None
-    """Launches a caller's kernel that does not need the selection. `decode_select` calls this function between its
-    kernels. The caller's kernel runs at the same time as the preceding kernel, and must not end before it has waited
-    for that kernel (rule 4 of row_product/op.py)."""
+    """Launches a kernel of the caller that does not need the selection. `decode_select` calls this function between its
+    own kernels. The caller's kernel runs beside the preceding kernel, and must not end before it has waited for that
+    kernel (rule 4 of row_product/op.py)."""
 
     block_table: torch.Tensor | None = None
-    """int32 [B, pages per sequence]; None without pages. Token t of sequence b is row t % N of page
-    block_table[b, t // N]. L_max is N times the table's width. Entries after a sequence's last page may hold anything.
-    The kernels read the table before they wait for the previous kernel."""
+    """int32 [B, pages per sequence]; None without pages. With N tokens per page, token t of sequence b is row t % N of
+    page block_table[b, t // N], and L_max is N times the table's width. Entries after a sequence's last page may hold
+    anything. The kernels read the table before they wait for the previous kernel."""
 
     @property
     def max_length(self) -> int:

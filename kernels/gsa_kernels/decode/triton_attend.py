@@ -35,8 +35,8 @@ FLOAT_TILE = Tile(32, 4, 1)
 WIDE_TILE, WIDE_LONG_TILE = Tile(64, 8, 1), Tile(32, 4, 2)
 """Tiles for heads of 256: eight warps hold 64 keys and values in registers. Longer parts use tiles in two stages."""
 STRIP = 16
-"""Number of slots in a strip, whose slots belong to one part. Parts take strips in turns, so the slots of a part do not
-depend on the number of selected keys. A program can therefore load its indices and this number at the same time."""
+"""Number of slots in a strip. A slot is a key to attend to, and parts take strips in turns. The slots of a part thus do
+not depend on the number of selected keys, so a program can load its keys' indices and this number at the same time."""
 
 
 def attend_to_indices(
@@ -50,9 +50,9 @@ def attend_to_indices(
 ) -> None:
     """Launch the kernel with the arguments of `decode_attend`, which has checked them.
 
-    `chain` has two flags. The first says whether this kernel starts before the previous kernel ends. The second says
-    whether the previous kernel belongs to the selection. If it does, the kernels that wrote q and the gate have already
-    ended, so this kernel reads q and the gate before its wait.
+    The flags of `chain` say whether this kernel starts before the previous kernel ends, and whether the previous kernel
+    is the selection's last. After the selection, the kernels that wrote q and the gate have already ended, so this
+    kernel reads q and the gate before its wait.
     """
     chained, behind_selection = chain
     batch, heads, dim = q.shape
@@ -315,10 +315,8 @@ def _store_gated(
     D: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """Store `acc` [ROWS, D] / `total` [ROWS], multiplied by the sigmoid of `gate` [ROWS, D].
-
-    `out_ptr` points to the output of the first head, which is row 0.
-    """
+    """Store `acc` [ROWS, D] / `total` [ROWS], multiplied by the sigmoid of `gate` [ROWS, D]. `out_ptr` points to the
+    output of the first head, which is row 0."""
     rows = tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, D)[None, :]
     # A sequence without keys gives 0 instead of NaN.

@@ -48,12 +48,12 @@ class Part(NamedTuple):
     """Tensors into which to write the results that attention and selection need; None allocates all of them."""
 
     beside: bool = False
-    """Whether to run at the same time as the previous kernel. That kernel must first wait itself, and only then
-    let this launch start. It must not write x and must not read what this launch writes."""
+    """Whether to run at the same time as the previous kernel. The previous kernel must let this launch start only after
+    its own wait. It must neither write x nor read what this launch writes."""
 
     waits: bool = True
-    """If False, with `beside`, this launch never waits for the previous kernel. The next kernel must then wait for both
-    launches, for the earlier one by a counter (rule 5 of row_product/op.py)."""
+    """If False, with `beside`, this launch never waits for the previous kernel. The next kernel must then wait for this
+    launch and, by a counter, for the previous kernel (rule 5 of row_product/op.py)."""
 
     restarts: torch.Tensor | None = None
     """int32 [1]: a counter that this launch sets to 0 after all previous kernels have ended; not with `beside`."""
@@ -139,8 +139,8 @@ def launch_joined(
 def _sections(sizes: EntrySizes, tile: int, wanted: tuple[str, ...]) -> tuple[int, int, int, int, int]:
     """Return the first tile of each of four sections, and the end of the last section.
 
-    The section of attention's q and k is the first of all and starts at tile 0. The four sections after it are the
-    values, the gate G1, the indexer's projections, and its head weights. A section outside `wanted` is empty.
+    A section outside `wanted` is empty. The first section, attention's q and k, starts at tile 0. The results are for
+    the four sections after it: the values, the gate G1, the indexer's projections and the indexer's head weights.
     """
     values, heads = sizes.value_gate or sizes.k // 2, sizes.index_heads
     of_indexer = (1 + heads) * sizes.index_dim if heads else 0
@@ -178,8 +178,8 @@ def _pairs_of(
     and the sine in the table, and whether the pair rotates.
 
     All results are [TILE]. The first `channels` rows of a head rotate in pairs (i, i + channels / 2). The n other rows
-    of the head do not rotate, but also form pairs (i, i + n / 2). If the K values have gates, value i and its gate i +
-    K form a pair.
+    of the head do not rotate, and form pairs (i, i + n / 2). If values have gates, each of the K rows of values forms a
+    pair with its gate, K rows later.
     """
     VALUES: tl.constexpr = Q + K
     GATES: tl.constexpr = VALUES + K + VALUE_GATE

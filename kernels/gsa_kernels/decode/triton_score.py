@@ -1,9 +1,9 @@
 """Computes indexer scores of one query per sequence, their moments and a histogram in one pass over the cached keys.
 
-In a histogram of all scores, many similar scores would share a bin, and increments of one bin run one after the other.
-Each program therefore counts only scores in bins above a floor. To find the floor, it first scores a small sample of
-keys, spread evenly over the sequence and the same for every program. The floor is a bin such that more than k keys are
-expected in higher bins. If the floor is too high, the selection is slower, but still exact.
+Increments of one histogram bin run one after the other, so a histogram of all scores would be slow where many scores
+are similar. Each program therefore counts only scores in bins above a floor: a bin such that more than k keys are
+expected in higher bins. To find the floor, each program first scores the same small sample of keys, spread evenly over
+the sequence. If the floor is too high, the selection is slower, but still exact.
 """
 
 import torch
@@ -20,7 +20,8 @@ from gsa_kernels.selection.triton_search import INT_MAX, order_key
 from gsa_kernels.types import Indexer
 
 _SAMPLES_ABOVE = tl.constexpr(6)
-"""Sampled keys above the floor, beyond the share of 2 k_max. In random order fewer than 1 floor in 10^4 is too high."""
+"""The floor is such that the sample's share of 2 k_max keys, and this number of sampled keys more, are above it. If
+keys are in random order, fewer than 1 floor in 10^4 is too high."""
 _LEAST_HEADS = 8  # the smallest number of columns of a product
 _WARPS = 4
 _FLOAT_WARPS = 16  # exact products keep more values in registers
@@ -37,10 +38,10 @@ def score_keys(
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
-    `decode_select` explains the arguments and has checked them. If `chained` is true, the next kernel may start before
-    this kernel ends. If `cache.in_chain` is also true, this kernel too starts early, and waits until the previous
-    kernel has ended. If `cache.settled` is true, it loads all keys except the newest before it waits, and the newest
-    key afterwards.
+    `decode_select` explains the arguments and has checked them. Three flags say what may overlap:
+    - `chained`: the next kernel may start before this kernel ends.
+    - also `cache.in_chain`: this kernel starts before the previous kernel ends, and waits for its end.
+    - also `cache.settled`: this kernel loads all keys before its wait, except the newest.
     """
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
@@ -261,10 +262,8 @@ def _score_kernel(
 
 @triton.jit
 def load_pages(table_ptr, tokens, valid, PAGE: tl.constexpr):
-    """Load the number of the page of each token where `valid` is true. If PAGE is 0, return zeros.
-
-    PAGE is the number of tokens per page, and 0 says that the cache has no pages.
-    """
+    """Load the page number of each token where `valid` is true. If PAGE (tokens per page) is 0, the cache has no pages,
+    and the result is zeros."""
     pages = tokens * 0
     if PAGE > 0:
         pages = tl.load(table_ptr + tokens // PAGE, mask=valid, other=0)
@@ -273,11 +272,8 @@ def load_pages(table_ptr, tokens, valid, PAGE: tl.constexpr):
 
 @triton.jit
 def row_offsets(pages, tokens, stride_page, stride_row, PAGE: tl.constexpr):
-    """Return the offset of each token's row, as int64.
-
-    If PAGE is 0, the offset counts from the start of the cache of the token's sequence. Otherwise, it counts from the
-    start of the first page.
-    """
+    """Return the offset of each token's row, as int64, from the start of the first page, or, if PAGE is 0, from the
+    start of the cache of the token's sequence."""
     if PAGE == 0:
         offsets = tokens.to(tl.int64) * stride_row
     else:

@@ -1,15 +1,15 @@
 """Computes the budget and the exact top-k of one row of scores per sequence, written as ascending indices.
 
-`score_keys` has counted the scores above a floor in a histogram. The keys of a sequence are divided into spans, and
-each program has one span. In the first kernel, each program finds the bin that contains the k-th highest score. In its
-span, it counts the keys in higher bins, and appends the keys in this bin to a list. In the second kernel, each program
-finds the exact k-th highest score in the list, and writes the indices of the selected keys of its span. To know where
-to write the first index, the program adds up the counts of earlier spans and the selected keys of earlier spans in the
-list. No program therefore waits for another. The order of the list depends on timing, but the result does not.
+`score_keys` has counted the scores above a floor in a histogram. Each program has one span of a sequence's keys:
+1. In the first kernel, a program finds the bin that contains the k-th highest score. It counts its span's keys in
+   higher bins, and appends its span's keys in this bin to a list of the whole sequence.
+2. In the second kernel, a program finds the exact k-th highest score in the list, and writes the indices of its span's
+   selected keys. The counts and the list give the number of selected keys in earlier spans, and thus where to write.
+No program waits for another. The order of the list depends on timing, but the result does not.
 
-When about half of its work is done, each kernel allows the next kernel to start (programmatic dependent launch). If
-`LayerCache.beside` launches another kernel between the two kernels of this module, the other kernel may start earlier,
-as soon as the kernel of `score_keys` has ended.
+Each kernel lets the next kernel start when about half of its own work is done (programmatic dependent launch). A kernel
+that `LayerCache.beside` launches between this module's two kernels may start earlier, as soon as the kernel of
+`score_keys` has ended.
 """
 
 import torch

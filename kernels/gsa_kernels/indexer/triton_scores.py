@@ -72,13 +72,13 @@ def write_scores(
 ) -> None:
     """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop.
 
-    The kernel writes each tile of rows and keys in which some key is causal for some row, without the keys for which
-    `out` has no column. All other elements of `out` keep their old values.
+    The kernel writes every tile of rows and keys in which some key is causal for some row, as far as `out` has columns.
+    All other elements of `out` keep their old values.
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension
         key_stride: above 1 for sampled keys. keys[:, s] of the indexer is then the key at some position p of the
-            sequence with s * key_stride <= p < (s + 1) * key_stride.
+            sequence, with p // key_stride = s.
         wanted: int32 [B, row_stop - row_start], 0 for rows that need no scores. A tile of rows with only 0 is skipped.
     """
     batch, num_rows, _, dim = inputs.indexer.queries.shape

@@ -46,8 +46,8 @@ class KeyLists:
     """Position of the first query. A key's number is its position."""
 
     host_counts: torch.Tensor | None = None
-    """`counts`, or upper bounds on `counts`, on the host, which determine the sizes of buffers. None if the lists are
-    of only a chunk of the tiles."""
+    """`counts`, or upper bounds on them, on the host, for the sizes of buffers. None if the lists are of only a chunk
+    of the tiles."""
 
     @property
     def num_keys(self) -> int:
@@ -63,10 +63,8 @@ def union_density(lists: KeyLists) -> float:
 
 
 def key_lists_from_mask(mask: torch.Tensor) -> KeyLists:
-    """Build lists from bool [B, L, Lk]. The queries are at the last L of the Lk positions.
-
-    This function is plain torch code, and defines the format.
-    """
+    """Build lists from bool [B, L, Lk], for queries at the last L of the Lk positions. This plain torch code defines
+    the format."""
     batch, length, num_keys = mask.shape
     check_mask("mask", mask, batch, length, max(num_keys, length))
     check_at_least("L", length, 1)

@@ -26,7 +26,7 @@ class CountedKeys:
     """int32 [B, rows, W], the selection; it must not change before `fill_lists` is enqueued."""
 
     first_diagonal: int
-    """Word i + first_diagonal of a row contains the own key of the last query in tile i, or comes after that key."""
+    """Word i + first_diagonal of a row contains the position of the last query in tile i, or comes after it."""
 
     counts: torch.Tensor
     """int32 [B, tiles, pieces]"""

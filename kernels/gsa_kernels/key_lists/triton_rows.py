@@ -13,8 +13,8 @@ _ENTRIES = 1024
 
 
 def packed_mask_of_rows(lists: KeyLists, rows: torch.Tensor) -> torch.Tensor:
-    """Return S_t as a packed mask, for the queries t = rows[i]. For each query, the kernel reads the whole list of its
-    tile.
+    """Return the selected keys S_t of the queries t = rows[i] as a packed mask. For each query, the kernel reads the
+    whole list of its tile.
 
     Args:
         rows: int64 [R], numbers of queries, 0 <= t < lists.length

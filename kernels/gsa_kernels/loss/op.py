@@ -37,7 +37,7 @@ from gsa_kernels.types import Geometry, Indexer, RowSample
 
 TargetRows = Callable[[SampledRows], torch.Tensor]
 """Maps rows to fp32 or fp16 [B, count, columns]: attention probabilities of these rows, summed over the heads. A column
-is a key, or an entry of the key list of the row's tile, with `list_columns` columns."""
+is a key or, with key lists, one of the `list_columns` entries of the list of the row's tile."""
 
 ALL_ROWS = RowSample()
 
@@ -87,9 +87,9 @@ def triton_indexer_loss(
 
     `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the indexer's tensors get gradients.
 
-    For fp32 inputs, scores are exact. For bf16 inputs, products accumulate in fp32, and the sigmoid is the hardware's
-    approximation, which changes a score by about 1e-5 of its value. Results repeat bit for bit. They do not depend on
-    `row_chunk_bytes`, with one exception: over key lists, the last bits of the keys' gradients depend on it.
+    For fp32 inputs, scores are exact. For bf16 inputs, products accumulate in fp32, and the hardware's sigmoid changes
+    a score by about 1e-5 of its value. Results repeat bit for bit. They do not depend on `row_chunk_bytes`, except for
+    the last bits of the keys' gradients over key lists.
 
     Args:
         indexer: its keys up to the last query's own

@@ -25,7 +25,8 @@ from gsa_kernels.triton_constants import LN_2, LOG2_E
 from gsa_kernels.triton_rows import rows_of_program
 
 G_SCALE = tl.constexpr(2.0**14)
-"""Memory holds G times this factor. In fp16 values of G above 4e-9 then keep 11 bits, and the largest value is 4."""
+"""Factor by which G (the gradient of the scores) is multiplied in memory. In fp16, values of G above 4e-9 then keep 11
+bits, and the largest value is 4."""
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def score_pass_kernel(
     the tile's list. The grid is (segments, tiles, B). If no key of the segment is causal for the program's rows, the
     program writes nothing. Scores are multiplied by log2(e), so that the kernel can use exp2.
 
-    The kernel writes G for each tile of keys in which some key is causal for some row.
+    The kernel writes G, the gradient of the scores, for each tile of keys in which some key is causal for some row.
     """
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)

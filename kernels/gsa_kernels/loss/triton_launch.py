@@ -104,8 +104,7 @@ class Outputs:
     dw: torch.Tensor | None
 
     adds_keys: bool = True
-    """If True, kernels add to dk, which the caller initialises to 0. If False, there is one chunk, which writes all of
-    dk."""
+    """Whether kernels add to dk, which the caller then initialises to 0. If False, a single chunk writes all of dk."""
 
 
 SUMMED_ROWS = 16
@@ -346,10 +345,7 @@ def _arguments(
 
 
 class Totals(NamedTuple):
-    """Holds sums over all rows.
-
-    A gradient is None if it is not wanted. The gradient of a bias is also None if the indexer does not have this bias.
-    """
+    """Holds sums over all rows. A gradient is None if it is not wanted, or if the indexer does not have the bias."""
 
     kl: torch.Tensor
     """0-d fp32."""

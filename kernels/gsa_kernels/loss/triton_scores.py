@@ -211,10 +211,8 @@ def attended_tile(
 
 @triton.jit
 def attended_entries(word, valid):
-    """Return bool [BM, BN]: whether row r of a tile attends to an entry of the tile's key list.
-
-    The row attends to the entry if bit r of the entry's word is set.
-    """
+    """Return bool [BM, BN]: whether row r of a tile attends to an entry of the tile's key list, which is bit r of the
+    entry's word."""
     row = tl.arange(0, valid.shape[0])
     return valid[:, None] & (((word[None, :] >> row[:, None]) & 1) != 0)
 

@@ -3,20 +3,19 @@
 In decoding, each kernel of a chain starts while the previous kernel (its predecessor) still runs (programmatic
 dependent launch). Five rules make this safe for all kernels of this package that are launched this way:
 
-1. A kernel reads results of other kernels, and writes, only after its `gdc_wait`. The wait ends when the predecessor
-   has ended and its writes are visible.
-2. At least one program of every kernel waits before it ends (except in rule 5). A kernel therefore ends only after its
+1. Before its `gdc_wait` (PTX griddepcontrol.wait), a kernel neither writes nor reads results of other kernels. The wait
+   ends when the predecessor has ended and its writes are visible.
+2. At least one program of every kernel waits before it ends (except in rule 5). A kernel therefore ends after its
    predecessor, and a wait for the predecessor is a wait for all earlier kernels.
-3. No earlier kernel of the chain writes data that a kernel reads before its wait (weights, positions). The last kernel
-   of a chain may write the data after its own wait, when all readers have ended. The next chain begins with a kernel
-   that starts only after all earlier kernels have ended (look_up.py).
-4. A kernel may run at the same time as its predecessor P and read results of kernels before P. P must let it start
-   only after P's own wait, because they have ended by then. The kernel may write what P neither reads nor writes. One
-   of its programs waits before the kernel ends, for rule 2.
-5. A kernel B that runs at the same time as its predecessor A need not wait if the next kernel C waits for both. C waits
-   for B by `gdc_wait`, and for A by a counter (`Awaited`). A increments the counter when its results are written. C
-   cannot wait forever, because all programs of A are on the device before C starts. An earlier kernel sets the counter
-   to 0 after its own wait, and before any program of A counts.
+3. Data that a kernel reads before its wait (weights, positions) is not written by earlier kernels of its chain. Only
+   the last kernel may write such data, after its own wait, when all readers have ended. The first kernel of the next
+   chain starts only after all earlier kernels have ended (look_up.py).
+4. A kernel may run beside its predecessor P, and read results of kernels before P, if P lets it start only after P's
+   own wait. It may write what P neither reads nor writes. For rule 2, one of its programs waits before it ends.
+5. A kernel B beside its predecessor A need not wait if the next kernel C waits for both: for B by `gdc_wait`, and for A
+   by a counter (`Awaited`) that A increments when its results are written. C cannot wait forever, because all programs
+   of A are on the device before C starts. An earlier kernel sets the counter to 0 after its own wait, and before any
+   program of A counts.
 """
 
 import torch

@@ -101,7 +101,7 @@ def pieces(columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return row numbers. They are int64 if offsets into the weight exceed int32, as in the output layer of a large
+    """Return row numbers, as int64 if offsets into the weight exceed int32, as in the output layer of a large
     vocabulary."""
     if ROWS * COLUMNS > INT_MAX:
         return rows.to(tl.int64)
@@ -111,10 +111,8 @@ def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _second_half(weight_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a pointer past the first ROWS rows of a weight, which belong to the gate.
-
-    The offset is computed in int64 if it is large, because a large constant offset would become negative as int32.
-    """
+    """Return a pointer past the first ROWS rows of a weight, which belong to the gate. A large offset is computed in
+    int64, because as an int32 constant it would become negative."""
     if ROWS * COLUMNS > INT_MAX:
         return weight_ptr + tl.full([], ROWS, tl.int64) * COLUMNS
     else:  # noqa: RET505

@@ -10,9 +10,9 @@ from gsa_kernels.checks import check_budget_rule, check_mask, check_row_counts, 
 def score_moments(scores: torch.Tensor, causal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mean and population variance of each row's scores over its causal keys.
 
-    The variance is computed in two passes, as mean((x - mean(x))^2), because E[x^2] - E[x]^2 loses precision if scores
-    are nearly equal. The sums are fp64, so that equal scores have variance 0. The statistics of a row depend only on
-    its causal keys and not on later keys, so prefill and decoding compute the same statistics.
+    The variance is mean((x - mean(x))^2) in two passes, because E[x^2] - E[x]^2 loses precision if scores are nearly
+    equal. The sums are fp64, so that equal scores have variance 0. The statistics of a row do not depend on later keys,
+    so prefill and decoding compute the same statistics.
 
     Args:
         scores: [B, R, Lk]

@@ -1,9 +1,9 @@
 """Finds the exact top-k of a chunk of long rows from a guess, and verifies the guess.
 
-The guess is a threshold for each row, from a sample of its keys: slightly more than k_t keys should reach it. The score
-kernel keeps only the keys that do (candidates), and a second kernel finds the k_t best candidates. If a row has at
-least k_t candidates, they include its k_t best keys, so the result is exact. If a row has fewer candidates, or more
-than fit in memory, the guess has failed. `select_failed` then selects the keys of this row from all its scores.
+The guess is a threshold for each row, from a sample of its keys. Slightly more than k_t keys (the row's budget) should
+reach it. The score kernel keeps only these keys, the candidates, and a second kernel finds the k_t best of them. If a
+row has at least k_t candidates, they include its k_t best keys, so the result is exact. If a row has fewer candidates,
+or more than fit in memory, the guess has failed, and `select_failed` selects from all scores of the row.
 """
 
 from dataclasses import replace
@@ -28,9 +28,9 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     """Return the indexer with one of each CANDIDATE_SAMPLE_STRIDE neighbouring keys, and their ascending positions
     int32 [S].
 
-    Text may be periodic, so the place of the sampled key in its group differs from group to group, in steps of the
-    golden ratio. The places do not depend on the length of the sequence. If the last group is short, its place may be
-    after the end, and the group then has no sample.
+    Text may be periodic, so the place of the sampled key in its group of neighbours differs from group to group, in
+    steps of the golden ratio. The places do not depend on the length of the sequence. A short last group has no sample
+    if its place is after the end.
     """
     length, indexer = inputs.num_keys, inputs.indexer
     groups = length // limits.CANDIDATE_SAMPLE_STRIDE

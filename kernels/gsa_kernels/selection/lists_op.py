@@ -40,8 +40,8 @@ def select_key_lists(
 ) -> Selection:
     """Return the selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries.
 
-    `select_keys` explains the arguments, and `api.select` explains `overlap_with`. Packed masks exist for only two
-    chunks of rows at a time. The host can allocate the lists of a chunk only when it knows their length. While the host
+    `select_keys` explains the arguments, and `api.select` explains `overlap_with`. To save memory, packed masks exist
+    for only two chunks of rows at a time. The host must know the length of a chunk's lists to allocate them. While it
     waits for this length, the device already computes the next chunk.
     """
     with launching_on(indexer.queries, "the indexer"):

@@ -46,9 +46,11 @@ def select_keys(
     """Select S_t: the k_t causal keys with the highest scores, and the last `local_window` keys.
 
     If keys have equal scores, the key with the lower index is selected first. `indexer_scores`, `score_moments`,
-    `adaptive_budget` and `select_top_k` define the result. The top-k is exact for the scores that this call computes.
-    These scores differ from the scores of the reference by rounding. There are no gradients, and the host does not wait
-    for the device. Equal inputs give the same bits. The result for a query does not depend on other queries.
+    `adaptive_budget` and `select_top_k` define the result. The top-k is exact for the scores that this call computes,
+    which differ from the reference's scores by rounding.
+
+    There are no gradients, and the host does not wait for the device. Equal inputs give the same bits. The result for a
+    query does not depend on other queries.
 
     Args:
         indexer: bfloat16 or float32

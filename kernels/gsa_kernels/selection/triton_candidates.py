@@ -1,6 +1,6 @@
-"""Scores rows and keeps only the candidates of each row, which are the keys whose score reaches the threshold of the
-row. For each row, the kernel writes one bit per key (candidate or not), the sums for the variance, and the index and
-the score of each candidate."""
+"""Scores rows and keeps only the candidates of each row: the keys whose score reaches the row's threshold. For each
+row, the kernel writes one bit per key (candidate or not), the sums for the variance, and the index and score of each
+candidate."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,13 +32,13 @@ class _Tile(NamedTuple):
 
 
 _TILE, _TILE_OF_8_HEADS = _Tile(32, 128, 3, 1), _Tile(64, 168, 1, 4)
-"""The second tile is for 5 to 8 heads of at most 64 in bf16. The queries of 8 heads of 64 fill so much shared memory
-that only one stage lets three programs share a multiprocessor. With the first tile and 4 heads four programs do. A
-product with more keys reads less shared memory, and more spans load the queries less often."""
+"""The second tile is for 5 to 8 heads of at most 64 in bf16, whose queries fill much shared memory: only one stage lets
+three programs share a multiprocessor. Products with more keys read less shared memory, and more spans load the queries
+less often."""
 
 _TIED_SPANS = 8
-"""Spans of keys per program in the kernel for tiles with tied rows. Such tiles are rare, and fewer programs skip the
-other tiles faster."""
+"""Spans of keys per program in the kernel for tiles in which many scores equal the threshold. Such tiles are rare, and
+fewer programs skip the other tiles faster."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 """Smallest finite fp32. Keys that are not causal score -inf, so they are not candidates even without a threshold."""
@@ -55,15 +55,15 @@ class Candidates:
     """Holds the candidates of a chunk of rows, from `write_candidates`."""
 
     entries: torch.Tensor
-    """int64 [B, at least R in whole tiles of rows, C]: the 32 bits of the score, plus the key times 2^32. The order may
-    differ from run to run. Rows with more than C candidates contain nothing of use."""
+    """int64 [B, at least R in whole tiles of rows, C]: the 32 bits of the score, plus the key times 2^32, in an order
+    that may differ from run to run. Rows with more than C candidates contain nothing of use."""
 
     counts: torch.Tensor
     """int32 [B, R]: zeros at first, then the number of candidates, which may exceed C."""
 
     sums: torch.Tensor
     """fp32 [B, R, P, 2]: sums of (score - centre) and of its square over the causal keys of each span of
-    `columns_per_program` keys. They are written from the start of the documents in a tile's rows up to the diagonal."""
+    `columns_per_program` keys. Spans before the documents of a tile's rows, or after the diagonal, are not written."""
 
 
 def write_candidates(
@@ -71,9 +71,9 @@ def write_candidates(
 ) -> None:
     """Score `rows` for all their causal keys, and keep the keys that reach the row's threshold.
 
-    A key whose score equals the threshold is kept only if its tile is not after the tile of the guess's key `last`. The
-    kernel sets the bits of the candidates in the packed mask. For each tile of rows, it writes the words of the
-    packed mask from the start of the first row's document up to the diagonal.
+    Of the keys whose score equals the threshold, those in tiles after the guess's key `last` are dropped. The kernel
+    sets the bits of the candidates in the packed mask. For each tile of rows, it writes the words of the packed mask
+    from the start of the first row's document up to the diagonal.
     """
     tiles, packed_mask = score_tiles(inputs), outputs.packed_mask
     room = candidates.entries.shape[2]
@@ -267,8 +267,8 @@ def _candidates_kernel(
                 scores = tl.where(visible, scores, float("-inf"))
 
             if TIED:
-                # After `last`, only scores above the threshold count. An infinite threshold stays, because the next
-                # value is NaN. No score is below NaN, so even keys that are not causal would become candidates.
+                # After `last`, only scores above the threshold count. An infinite threshold stays: the next value is
+                # NaN, and no score is below NaN, so even keys that are not causal would become candidates.
                 higher = score_of_key(order_key(threshold) + 1)
                 threshold = tl.where((col > last) & (threshold < float("inf")), higher, threshold)
                 last = tl.where(col > last, float("inf"), last)

@@ -1,9 +1,9 @@
-"""Guesses a threshold for each row from a sample of its keys. Slightly more than k_t keys should reach the threshold.
+"""Guesses a threshold for each row from a sample of its keys. Slightly more than k_t keys (the row's budget) should
+reach it.
 
-If the sigmoids of the indexer saturate, many scores may equal the threshold. The guess then also names a last key. A
-key passes if its score is above the threshold. If its score equals the threshold, the key passes only if it is the last
-key or comes before it. The selection orders keys with equal scores in the same way: the lower index wins. If at least
-k_t keys pass, they therefore contain the k_t best keys.
+If the sigmoids of the indexer saturate, many scores may equal the threshold. The guess then also names a last key: of
+the keys at the threshold, only the keys up to the last key pass. The selection, too, prefers the lower index among
+equal scores. If at least k_t keys pass, they therefore contain the k_t best keys.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Guesses:
     """Holds the thresholds of a chunk of rows, from `guess_thresholds`."""
 
     of_rows: torch.Tensor
-    """fp32 [B, R, 3]: threshold, centre (the mean of the sample) and last. Keys at the threshold are candidates up to
-    the key `last`, which is infinite if all of them are candidates."""
+    """fp32 [B, R, 3]: threshold, centre (the mean of the sample) and last. Keys whose score equals the threshold are
+    candidates up to the key `last`, which is infinite if all of them are."""
 
     tied: torch.Tensor
     """int32 [B, tiles of rows]: 1 for tiles of the score kernel in which some row has a finite `last`, else 0."""

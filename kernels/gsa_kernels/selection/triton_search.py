@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 KEYS_PER_WARP = 2048
-"""Each thread holds 64 keys, half of its registers. Every warp does the scalar work of each search round. With fewer
-keys per warp, this work costs as much as the counting (docs/kernels.md, Tuning)."""
+"""Each thread holds 64 keys, in half of its registers. In each round of a search, every warp repeats the scalar work.
+With fewer keys per warp, this work costs as much as the counting (docs/kernels.md, Tuning)."""
 
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
@@ -65,8 +65,8 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     left between the bounds.
 
     The next value is interpolated from the counts at the two bounds, to move the bound whose count is further from k.
-    For the lower bound, the interpolation aims at a count slightly above k, and for the upper bound, slightly below k.
-    If a round does not halve the number of entries between the bounds, the next round takes the middle of the bounds.
+    It aims at a count slightly above k to move the lower bound, and slightly below k to move the upper bound. If a
+    round does not halve the number of entries between the bounds, the next round takes the middle of the bounds.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry

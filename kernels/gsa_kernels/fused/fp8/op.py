@@ -137,7 +137,7 @@ def _scale(bits, inverse_scale, tile, LIMIT: tl.constexpr, SMALLEST: tl.constexp
 
 @triton.jit
 def _cast(x, rows, columns, count, width, scale, tile, WORD, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Cast a tile. Four rows at a time form words of the transpose, because a layout changes fastest in words."""
+    """Cast a tile. For the transpose, four rows at a time form words of 32 bits, which transpose fastest."""
     across = tl.cdiv(width, COLUMNS)
     group = tile // across * (ROWS // 4) + tl.arange(0, ROWS // 4)  # of four rows
     column = tile % across * COLUMNS + tl.arange(0, COLUMNS)

@@ -23,8 +23,8 @@ class Quantized(NamedTuple):
 
 
 def attached(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Attach an fp32 tensor [count] to x and return it. What writes x also writes magnitudes of x there, with the
-    largest among them."""
+    """Attach an fp32 tensor [count] to x and return the tensor. The kernel that writes x stores magnitudes of x in it,
+    including the largest."""
     largest = torch.empty(count, dtype=torch.float32, device=x.device)
     x.fp8_magnitudes = largest, x._version  # type: ignore[attr-defined]  # torch allows attributes of our own
     return largest
@@ -33,7 +33,7 @@ def attached(x: torch.Tensor, count: int) -> torch.Tensor:
 def with_same_largest(x: torch.Tensor) -> torch.Tensor:
     """Return what `attached` attached to x. If x has nothing attached or was changed since, return x itself.
 
-    torch counts changes by its own operators, not those by kernels, collectives or `.data`.
+    Only changes by torch's own operators are noticed, not changes by kernels, collectives or `.data`.
     """
     found = getattr(x, "fp8_magnitudes", None)
     return found[0] if found is not None and found[1] == x._version else x
@@ -42,8 +42,8 @@ def with_same_largest(x: torch.Tensor) -> torch.Tensor:
 def magnitudes(*tensors: torch.Tensor) -> torch.Tensor:
     """Return candidates for the largest magnitude of each tensor, int32 [tensors, any number].
 
-    A candidate has the bits of an fp32 number >= 0. As integers, these bits have the order of the numbers, and NaN is
-    larger than infinity. So a maximum, also over ranks, keeps NaN.
+    A candidate has the bits of an fp32 number >= 0. As integers, such bits sort like the numbers, with NaN above
+    infinity. An integer maximum, also over ranks, therefore keeps NaN.
     """
     return torch.stack([(x.float().view(torch.int32) & 0x7FFFFFFF).max()[None] for x in tensors])
 

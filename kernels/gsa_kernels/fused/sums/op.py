@@ -15,8 +15,8 @@ ROWS, COLUMNS, COLUMN_WARPS = 32, 256, 4
 """Tile of `add_column_sums`: each thread makes eight loads of 16 bytes in bf16 (docs/kernels.md, Tuning)."""
 
 PROGRAMS, MOST_PARTS = 640, 128
-"""Number of programs that an H200 runs at once, and largest number of programs per column. One thread's registers hold
-the partial sums of a column."""
+"""Number of programs that an H200 runs at once, and largest number of programs per column. The partial sums of a column
+must fit the registers of one thread."""
 
 
 def add_total(values: torch.Tensor, total: torch.Tensor) -> None:
