@@ -59,7 +59,7 @@ class AttentionContext:
     dense_attention: str
     """Which dense attention runs if the implementation is `triton` (dense_attention.py)."""
     recompute_core: bool
-    """Whether the backward pass recomputes attention after its projections, instead of keeping its L x L tensors."""
+    """Whether the backward pass recomputes attention from its projections, so that no L x L tensors are kept."""
     indexer_rotary: LocalRotaryEmbedding | None
     """The rotary embedding that all indexers share (rotary.py); None without `gsa.indexer_rope`."""
 

@@ -63,8 +63,8 @@ class SparseQueries:
 
     @cached_property
     def has_choice(self) -> torch.Tensor:
-        """bool [B, T]: the query has at least two causal keys. If a query has one causal key, the key is selected and
-        gets probability 1, whatever its score and logit are."""
+        """bool [B, T]: the query has at least two causal keys. A single causal key is always selected and has
+        probability 1."""
         return self.visible >= 2
 
     @cached_property
