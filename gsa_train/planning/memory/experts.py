@@ -21,8 +21,8 @@ def routed_rows(config: Config, sizes: Sizes) -> float:
 
 
 def most_rows(config: Config, sizes: Sizes) -> float:
-    """Returns R, the rows that this rank's experts receive, if all tokens of all ranks that share the experts
-    choose these experts. Each token brings k rows, or fewer if this rank has fewer experts or less capacity."""
+    """Returns R, the rows that this rank's experts receive, in the worst case: all tokens of all ranks that share the
+    experts choose them. Each token then brings k rows, or fewer if this rank has fewer experts or less capacity."""
     moe, parallel = config.moe, config.parallel
     own = moe.experts // parallel.expert
     choices = routed_rows(config, sizes) * parallel.expert
@@ -114,8 +114,8 @@ def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def worst_load_bytes(config: Config, sizes: Sizes, layers: float) -> float:
-    """Returns the bytes in addition to even loads that a rank needs if all tokens go to its experts. They are
-    the kept rows of `layers` layers, and the outputs of one layer, sorted by expert and by rank, 2 x [R, d]."""
+    """Returns the bytes that a rank needs, in addition to even loads, if all tokens go to its experts: the kept rows of
+    `layers` layers, and one layer's outputs, both sorted by expert and sorted by rank, 2 x [R, d]."""
     more = most_rows(config, sizes) - routed_rows(config, sizes)
     kept = sum(kept_by_experts(config, sizes, more).values())
     return layers * kept + 2 * sizes.value * more * sizes.hidden

@@ -98,8 +98,8 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
 
 
 def _gate_variants(config: Config, sizes: Sizes) -> Tensors:
-    """Returns what gates in plain torch keep: their input and the gate in fp32. If G1 (output gate) has another
-    form than in the paper, attention's output is also kept. Gates of the paper's form count where they act."""
+    """Returns what gates in plain torch keep: their input and the gate in fp32, and attention's output if G1 (output
+    gate) does not have the paper's form. Other functions count gates of the paper's form."""
     gsa = config.gsa
     gated = {"K of G3": gsa.key_gate * sizes.key_value, "Q of G4": gsa.query_gate * sizes.query}
     if gsa.output_gate and not has_paper_form(gsa):
