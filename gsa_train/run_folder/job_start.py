@@ -14,8 +14,8 @@ from gsa_train.reliability.last_words import SUBMISSION as SUBMISSION
 from gsa_train.reliability.stop_signals import job_start_time
 
 JOB_START = "launch.txt"
-"""File of the run folder: a line each for the id of the job that opened the folder last, the time (Unix seconds), and
-the checksum of these two lines."""
+"""File of the run folder with three lines: the id of the job that opened the folder last, the time (Unix seconds), and
+the checksum of the first two lines."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ def note_job_start(run_folder: Path) -> None:
 
 
 def is_restart(run_folder: Path) -> bool:
-    """Returns True if Slurm or torchrun restarted this run after an earlier start opened its folder.
-    Collective. Within one Slurm submission, every start after the first is a restart. Otherwise the launcher's
+    """Returns True if Slurm or torchrun restarted this run after an earlier start of the job opened the run folder.
+    Collective. Within a submission by submit.py, every start after the first is a restart. Otherwise the launcher's
     restart count decides, because a user may start two runs in one job."""
     by_slurm = SUBMISSION in os.environ or _restarts("SLURM") > 0
     own = (*_last_opened(run_folder), by_slurm, _restarts("TORCHELASTIC") > 0, job_start_time())

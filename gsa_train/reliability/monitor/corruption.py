@@ -151,8 +151,8 @@ class CorruptionCheck:
     def compare_replicas(self, step: int, saves: bool) -> None:
         """Compare the replicas' weights if the step is due for a check or will be saved.
 
-        Call this after the forward pass has gathered the weights, and before the update. Before an unplanned save, call
-        it inside `PhaseOptimizer.whole_weights`.
+        Call this between the forward pass, which gathers the weights, and the update. Before an unplanned save, call
+        this inside `PhaseOptimizer.whole_weights`.
 
         Raises:
             CorruptionFound: replicas differ, and `monitor.on_corruption` is stop.
