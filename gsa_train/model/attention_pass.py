@@ -32,8 +32,8 @@ class AttentionPass:
     row_fraction: float = 1.0
     """Fraction of queries in the indexer loss (`gsa.indexer_loss_row_fraction`); validation uses all."""
     row_draw: int = 0
-    """Number of the random draw (`RowSample`) of queries for the indexer loss in the first micro-batch. Each later
-    micro-batch takes the next draw."""
+    """Number of the random sample (`RowSample`) of queries for the indexer loss in the first micro-batch. Each later
+    micro-batch has the next number."""
     will_recompute: bool = False
     """True in the forward pass of a layer with activation recomputation. This run has no graph, statistics, samples or
     indexer loss. The backward pass runs the layer again, with all of them."""

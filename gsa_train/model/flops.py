@@ -199,7 +199,7 @@ def flops_per_token(
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
     """Return the expected fraction of the queries that are in the indexer loss.
 
-    The loss takes whole stretches of STRETCH_ROWS queries. It takes every n-th stretch, where n is the inverse of
+    The loss uses stretches of STRETCH_ROWS adjacent queries: every n-th stretch, where n is the inverse of
     `gsa.indexer_loss_row_fraction`, and at least one stretch per sequence.
     """
     stretches = -(-seq_len_tokens // STRETCH_ROWS)
@@ -213,10 +213,10 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
 
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
     """Return the mean number of selected keys per query with budget k_base. Queries with fewer than `gsa.dense_below`
-    causal keys select all.
+    causal keys select all of them.
 
-    Each query also selects its local window. The window is added to the budget as if they shared no key, so with a
-    window the result is an upper bound.
+    Each query also selects its local window. The budget is assumed to share no key with the window, so with a window
+    the result is an upper bound.
     """
     total = 0
     for sequence in causal_keys:

@@ -278,8 +278,8 @@ class GSASelfAttention(MegatronModule):
 class _RecomputedAttention:
     """Calls `attend` for activation checkpointing: in the forward pass without a graph, then in the backward pass.
 
-    The second call also drops this object's reference to the selections. Otherwise, the autograd node would keep them
-    in memory until the schedule drops the loss of the micro-batch.
+    The call in the backward pass also drops this object's reference to the selections. Otherwise, the autograd node
+    would keep the selections in memory until the schedule drops the loss of the micro-batch.
     """
 
     def __init__(

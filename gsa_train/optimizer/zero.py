@@ -72,8 +72,8 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 def _announce(model: Model) -> None:
     """Register the parameters of the indexer that attention reads directly, so that ZeRO-3 gathers them.
 
-    By itself, DeepSpeed detects such reads only in forward passes. With recomputation, the indexer's temperature is
-    first read in the backward pass.
+    DeepSpeed itself detects direct reads only in forward passes. With recomputation, the indexer's temperature is first
+    read in the backward pass.
     """
     for attention in model.attentions:
         if attention.indexer is not None:

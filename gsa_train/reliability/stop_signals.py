@@ -29,9 +29,9 @@ STOP_SIGNALS = (
     signal.SIGUSR2,
     signal.SIGXCPU,
 )
-"""SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGINT: Ctrl-C. SIGHUP: the terminal was closed. SIGQUIT: forwarded
-by torchrun. SIGUSR1: usual choice for `sbatch --signal`; Grid Engine's soft time limit. SIGUSR2: LSF before its time
-limit, Grid Engine before a kill. SIGXCPU: soft limit of CPU time."""
+"""Signals that request a stop. SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGINT: Ctrl-C. SIGHUP: the terminal
+was closed. SIGQUIT: forwarded by torchrun. SIGUSR1: usual choice for `sbatch --signal`; Grid Engine's soft time limit.
+SIGUSR2: LSF before its time limit, Grid Engine before a kill. SIGXCPU: soft limit of CPU time."""
 
 ONE_PRESS_SECONDS = 0.5
 """Two SIGINT within this time count as one press: a launcher may forward the Ctrl-C that the terminal also sends."""

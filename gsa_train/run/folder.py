@@ -45,8 +45,8 @@ STOPPED = "stopped.json"
 def open_run_folder(
     config: Config, start: Start, parallel: Parallel, goodput: GoodputLog
 ) -> tuple[RunLog, str, str | None]:
-    """Open the files that the run writes, and print the header of this start. Collective. All ranks raise an error of
-    the main rank.
+    """Open the files that the run writes, and print the header of this start. Collective. An error of the main rank is
+    raised on all ranks.
 
     Args:
         goodput: the log that this function opens in the folder.

@@ -66,8 +66,8 @@ MEANING = {
         "selection_reuse",
     ),
 }
-"""Fields that change how weights are used, often without changing their shapes. Fields of `gsa` count only if the
-checkpoint has weights of gates or indexer."""
+"""Fields that must equal the checkpoint's, because they change how weights are used, often not the shapes. Fields of
+`gsa` count only if the checkpoint has weights of gates or indexer."""
 
 SIZES = {
     "model": ("hidden_size", "ffn_hidden_size", "vocab_size"),

@@ -143,8 +143,8 @@ def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int)
 def _deal(
     packed: PackedRequests, eos_id: int, config: Config, parallel: Parallel
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Returns this replica's micro-batches and the owners of their labels. Padding sequences, whose owner is NOBODY,
-    give all replicas the same number of micro-batches, all of the training size."""
+    """Returns this replica's micro-batches, and for each label the request that owns the label. Padding, owned by
+    NOBODY, gives all replicas the same number of micro-batches, all of the training size."""
     size, length = config.train.micro_batch_size, packed.owners.shape[1]
     missing = -len(packed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.concatenate([packed.blocks, np.repeat(packed.blocks[:1], missing, axis=0)])

@@ -10,8 +10,8 @@ import torch
 def mark_as_expert(parameter: Any) -> None:
     """Mark an expert's parameter by `allreduce = False`.
 
-    megatron-core sets this mark only if `parallel.expert` is above 1. If `parallel.tensor` shards everything except
-    experts, the mark is also needed: without it, gradients of experts would be reduced over too few ranks.
+    megatron-core sets this mark only if `parallel.expert` is above 1. Experts also need the mark if `parallel.tensor`
+    shards everything except experts. Otherwise, their gradients would be reduced over too few ranks.
     """
     parameter.allreduce = False
 

@@ -84,8 +84,8 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
 
 
 def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
-    """Returns the bytes that a rank needs in addition to the estimate, which assumes even loads, if all tokens go to
-    its experts. This covers all layers of a stage and all micro-batches in flight."""
+    """Returns the bytes that a rank needs in addition if all tokens go to its experts; the estimate assumes even loads.
+    Counts all layers of a stage and all micro-batches in flight."""
     replicas = data_parallel_size(config, world_size)
     micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
     layers, recomputed = stage_layers(config, stage), config.train.recompute_num_layers
@@ -102,8 +102,8 @@ def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
 def _parameters_and_state(
     config: Config, phase: PhaseConfig, world_size: int, stage: int
 ) -> tuple[float, float, float]:
-    """Returns the bytes of weights, gradients and optimizer state. Weights have the working precision, and gradients
-    the precision of their reduction. Only parameters that the phase trains have gradients and optimizer state."""
+    """Returns the bytes of weights (working precision), gradients (precision of their reduction) and optimizer state.
+    Only parameters that the phase trains have gradients and optimizer state."""
     parallel, train = config.parallel, config.train
     matrices, others, indexer = _parameters_per_rank(config, stage)
     experts = _expert_parameters_per_rank(config, stage)

@@ -16,7 +16,8 @@ from gsa_train.planning.memory.sizes import Sizes
 
 
 def routed_rows(config: Config, sizes: Sizes) -> float:
-    """Returns R, the rows that a rank's experts receive, if all experts are chosen equally often. R then equals N."""
+    """Returns R, the rows that a rank's experts receive, if all experts are chosen equally often. R then equals N, the
+    rows that the rank sends."""
     return sizes.tokens / sizes.shards * config.moe.top_k * config.parallel.expert_tensor
 
 
@@ -37,7 +38,7 @@ def sends(config: Config) -> bool:
 
 
 def kept_by_mixture(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Returns a dict from name and shape to bytes, for the tensors that the layer keeps without its input norm."""
+    """Returns a dict from name and shape to bytes, for tensors that the layer keeps, without its input norm."""
     moe, tokens, rows = config.moe, sizes.tokens / sizes.shards, routed_rows(config, sizes)
     reads_stream, copies = sizes.value == 4 or moe.shared_expert_ffn_hidden_size > 0, sizes.value == 2
     return {

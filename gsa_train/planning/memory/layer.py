@@ -161,9 +161,9 @@ def _kept_by_dense(config: Config, sizes: Sizes) -> Tensors:
 
 
 def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
-    """Returns the bytes of gradients of the indexer's queries, weights and keys, which the loss computes in the
-    forward pass. Selective recomputation also keeps the projections, of equal size, and keys of the whole sequence.
-    All are replicated over tensor-parallel ranks."""
+    """Returns what an indexer keeps: gradients of queries, weights and keys, computed by the loss in the forward pass.
+    Selective recomputation also keeps the projections, of equal size, and keys of the whole sequence. All are
+    replicated over tensor-parallel ranks."""
     gsa, train = config.gsa, config.train
     recomputes = train.recompute == "selective"
     if phase.train == "base" and not recomputes:

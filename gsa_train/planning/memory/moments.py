@@ -1,5 +1,4 @@
-"""List the moments of a step at which memory may peak, and the memory that each moment uses in addition to what layers
-keep.
+"""List moments of a step at which memory may peak, with each moment's memory in addition to what layers keep.
 
 The bytes of a moment are added to what the stage's layers keep for the micro-batches in flight. Kept memory that is not
 yet allocated at this moment, or already freed, is subtracted.
@@ -65,8 +64,8 @@ def _feed_forward_backward(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def _selecting(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of scores and a selection in the forward pass. linear_proj's input [L, B, q] does not exist
-    yet."""
+    """Returns the bytes of scores and a selection in the forward pass, less linear_proj's input [L, B, q], which does
+    not exist yet."""
     return _indexed(config, sizes) + selecting_bytes(config, sizes) - sizes.bytes(sizes.query)
 
 

@@ -35,7 +35,7 @@ def selecting_bytes(config: Config, sizes: Sizes) -> float:
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
     """Returns the temporary bytes while these queries' key lists are built, chunk by chunk:
     - scores of queries with few keys, and two packed masks;
-    - the larger of: candidates of queries without a list yet, all lists before they are joined.
+    - the larger of two: candidates of queries without a list yet, or all lists before they are joined.
     """
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
@@ -68,7 +68,7 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
       at a time (if one head does not fit, for a part of its tiles);
     - an index for each list entry;
     - the sum of each key's partial gradients, fp32 [B, Lw, n_kv, 2 d_k];
-    - the larger of: partial gradients of Q, which exist if several programs share a list; final gradients of K and V.
+    - the larger of two: partial gradients of Q (if several programs share a list), or final gradients of K and V.
     """
     keys = key_gradients(sizes)
     if not gathers(config):
@@ -137,8 +137,8 @@ def loss_key_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def gathered_heads(sizes: Sizes) -> float:
-    """Returns the bytes for all tensor-parallel ranks and one chunk of queries: Q [B, L / chunks, q tp],
-    K [B, Lw, kv tp], and log-sum-exps, fp32 [B, n_h tp, L / chunks]."""
+    """Returns the bytes gathered from all tensor-parallel ranks for one chunk of queries: Q [B, L / chunks, q tp], K
+    [B, Lw, kv tp], and log-sum-exps, fp32 [B, n_h tp, L / chunks]."""
     if sizes.tensor == 1:
         return 0.0
     queries = sizes.tokens / sizes.query_chunks * sizes.tensor * (sizes.value * sizes.query + 4 * sizes.heads)

@@ -7,8 +7,8 @@ Two checks run at the intervals of `monitor`:
 
 Both checks are exact, because configs with nondeterministic kernels are refused (gsa_train.config.monitor).
 
-The first check misses an error that is the same in both passes. The second check misses an error that is the same in
-all replicas. Both checks miss an error in a shard of the distributed optimizer, because the shard has no replica.
+The repeated pass misses an error that is the same in both passes. The comparison of replicas misses an error that is
+the same in all replicas. Both miss an error in a shard of the distributed optimizer, which has no replica.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class SpikeDetector:
         loss and norm together, and for one clipped step alone. A limit is median + max(sigmas * deviation, least rise).
 
         The median is the smaller of the medians over the whole window and over the last 32 steps. While the loss falls,
-        the limits follow it by the median over 32 steps. While the loss rises slowly, the median over the window keeps
-        the limits low.
+        the median over 32 steps is smaller, so the limits follow the loss. While the loss rises slowly, the median over
+        the window is smaller, so the limits stay low.
 
         The deviation is the larger of the median absolute deviations of changes over 8 steps and over 32 steps. Neither
         a trend nor an earlier spike increases the deviation.
