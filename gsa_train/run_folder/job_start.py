@@ -41,8 +41,8 @@ def is_restart(run_folder: Path) -> bool:
     opened_by, opened_at = found[0][:2]
     if opened_by != job_id():
         return False
-    # Without --rdzv-id every multi-node job has the id "none". The start is a restart if a launcher began before the
-    # folder was opened. Launchers on replacement nodes began later.
+    # The id does not suffice: without --rdzv-id every multi-node job has the id "none". In a restart, at least one
+    # launcher began before the folder was opened. Launchers on replacement nodes began later.
     return any(each[2] for each in found) or (
         any(each[3] for each in found) and opened_at > min(each[4] for each in found)
     )

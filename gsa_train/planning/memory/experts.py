@@ -90,9 +90,9 @@ def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
         "rows' gradients arrive": stream + (2 if sends(config) else 1) * of_rows,
         # Gradients of the rows, of the weighted activations [R, w] and of W_2 [experts, d, w].
         "experts' W_2's backward": stream + of_rows + inner + weight,
-        # Plain torch, in fp32 [R, w] each: the gradient of the weighted activations, and its products with the weights
-        # and with the activations. The first product in the working precision is in the memory of W_2's input.
-        # Fused: the gradient of SwiGLU's input [R, 2 w], and the gradient of the weighted activations.
+        # Plain torch: three fp32 tensors [R, w], the gradient of the weighted activations and its products with weights
+        # and with activations. W_2's input gives its memory to the first product in the working precision. Fused:
+        # gradients of SwiGLU's input [R, 2 w] and of the weighted activations.
         "weighting's backward": stream + (3 * 4 * rows * width if plain else 2 * inner),
         # Gradients of SwiGLU's input [R, 2 w], of the rows [R, d] and of W_1 [experts, 2 w, d]. All that SwiGLU kept
         # is freed.

@@ -52,9 +52,8 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) ->
 
 def _attention(config: Config, sizes: Sizes) -> Tensors:
     gsa, rms = config.gsa, 4 * sizes.tokens / sizes.shards
-    # Under context parallelism attention reads K and V of the whole sequence, which the core keeps. A recomputed core
-    # gathers them again. The fused G2 keeps the gated V in any case, and K shares its memory
-    # (fused/split_rotate_gate/op.py).
+    # Under context parallelism the attention core keeps K and V of the whole sequence, or gathers them again if it is
+    # recomputed. The fused G2 keeps the gated V in any case, and K shares its memory (fused/split_rotate_gate/op.py).
     reads_own = config.parallel.context == 1 or config.train.recompute == "selective"
     keeps_both = reads_own or (gsa.value_gate and fuses_heads(config))
     kept = {

@@ -46,8 +46,8 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
     scored, guessed = turn - queries.start, queries.end - turn
     scores = min(4 * batch * scored * turn, limits.SELECTION_CHUNK_BYTES)
     chunk = min(guessed, limits.SELECTION_CHUNK_BYTES // (limits.CANDIDATE_BYTES * batch * room))
-    # Each query has a score and a key per candidate. Earlier it has the scores of one key in 32, and two sums for each
-    # program's keys.
+    # Each query has a score and a key per candidate, and before that the scores of one key in 32. It also has two sums
+    # for each program's keys.
     program_keys = limits.SCORED_KEYS[sizes.value]
     candidates = (
         batch * chunk * (max(limits.CANDIDATE_BYTES * room, queries.end / 8) + 8 * queries.end / program_keys)
