@@ -1,8 +1,8 @@
 """Compute selection, attention and indexer loss of one layer by `gsa_kernels.api` (fused kernels, or plain torch).
 
-A rank's queries form one chunk, or under context parallelism several chunks. Each chunk comes with all L_k keys of the
-sequence up to the position of the chunk's last query. Tensors are batch first, and have the heads of this
-tensor-parallel rank: q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
+A rank's queries form one chunk, or several chunks under context parallelism. A chunk comes with the L_k keys of the
+sequence up to its last query. Tensors are batch first and hold the heads of this tensor-parallel rank: q
+[B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
 """
 
 from __future__ import annotations
@@ -117,16 +117,16 @@ class AttentionOverChunks:
         attention_pass: AttentionPass,
         overlap_with: Callable[[], None],
     ) -> list[Selection]:
-        """Compute the budgets k_t and the selected keys S_t of each chunk.
+        """Compute each query's key budget k_t and selected keys S_t, chunk by chunk.
 
-        Call this outside recomputation. A second selection could differ from the selection of the forward pass.
+        Do not call this inside activation recomputation: a second selection could differ from the first.
 
         Args:
-            indexed: the indexer's queries of this rank's tokens, and keys of all tokens.
-            variance: holds V̄ for the budgets, and records the variances of these scores.
+            indexed: indexer queries of this rank's tokens, and indexer keys of all tokens.
+            variance: holds V̄ (average variance of the scores) for the budgets, and records new variances.
             document_ids: all tokens of the sequence.
-            overlap_with: launches work that does not depend on the selection, in the caller's grad mode. It runs on the
-                device while the host waits for the length of the last chunk's key lists.
+            overlap_with: launches device work that does not need the selection, in the caller's grad mode. The device
+                does it while the host waits for the length of the last chunk's key lists.
         """
         with_temperature = attention_pass.sparse and attention_pass.trains_indexer
         chunks, selections = self.chunks(indexed.queries.shape[1]), []
@@ -156,8 +156,7 @@ class AttentionOverChunks:
         return selections
 
     def _log_format(self, selection: Selection, query_start: int) -> None:
-        """Log which attention kernel reads the selection of these queries, if this kernel differs from the last one
-        logged."""
+        """Log the attention kernel that these queries use, unless it is the kernel that was logged last."""
         kernel = "gathered" if selection.format == "key_lists" else "masked"
         if kernel == self._formats.get(query_start):
             return
@@ -175,7 +174,8 @@ class AttentionOverChunks:
         selections: list[Selection] | None,
         attention_pass: AttentionPass,
     ) -> torch.Tensor:
-        """Compute attention over S_t and the gate G1: [B, L, n_h, d_k]. The backward pass includes the indexer loss.
+        """Compute attention over the selected keys, times the output gate G1: [B, L, n_h, d_k]. The backward pass
+        includes the indexer loss.
 
         Recomputation repeats the all-gathers of this method instead of keeping their results."""
         k, v = (gather_tokens(each, self.cut, self.cp_group) for each in (projected.k, projected.v))
@@ -240,14 +240,16 @@ class AttentionOverChunks:
         loss: LossInputs | None,
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute a chunk's attention, gated by G1, from arguments and parameters alone, so that it can be recomputed.
+        """Compute one chunk's attention and output gate G1. Reads only arguments and parameters, so it can be
+        recomputed.
 
         Args:
-            attended: S_t, possibly of an earlier layer; None: all causal keys.
+            attended: the selected keys, possibly an earlier layer's; None: all causal keys.
             loss: None if the indexer loss is not needed.
 
         Returns:
-            out [B, L, n_h, d_k], and the log-sum-exp for the indexer loss; None from another library's dense attention
+            The output [B, L, n_h, d_k], and the log-sum-exp for the indexer loss (None if another library ran dense
+            attention).
         """
         q, k, v, output_gate, geometry = inputs.q, inputs.k, inputs.v, inputs.output_gate, inputs.geometry
         if self.dense is not None and loss is None and not attention_pass.sparse:
@@ -276,14 +278,13 @@ class AttentionOverChunks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log.
 
-        I_t are the indexer scores of the attended keys. The log gets the KL of each query, [B, L]. If queries are
-        sampled or sharded, the log instead gets an estimate of the KL's sum over all queries.
+        I_t are the indexer scores of the attended keys, and beta is the inverse temperature. The log gets each query's
+        KL, [B, L], or an estimated sum over all queries if queries are sampled or sharded.
 
         The target p_t is the mean of the attention probabilities over the heads of all tensor-parallel ranks. To
-        compute p_t, the ranks all-gather queries, keys and log-sum-exps, whose size grows with L. They do not
-        all-gather probabilities, whose size grows with L^2. Each rank then computes the KL for its share of the
-        queries. The sum of a rank is multiplied by the number of ranks, because the indexer's gradients are averaged
-        over the ranks (indexer.py).
+        compute p_t, the ranks all-gather queries, keys and log-sum-exps. Gathering the probabilities would send L^2
+        elements. Each rank then computes the KL of its share of the queries. Its sum is multiplied by the number of
+        ranks, because the indexer's gradients are averaged over the ranks (indexer.py).
         """
         tp = self.tp_group
         q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((inputs.q, 2), (inputs.k, 2), (lse, 1)))
@@ -308,7 +309,7 @@ class AttentionOverChunks:
     def sampled_tokens(
         self, length: int, document_ids: torch.Tensor | None, attention_pass: AttentionPass
     ) -> torch.Tensor:
-        """Return which of this rank's `length` tokens (int64) to measure in statistics with many values per token."""
+        """Return the indices (int64), among this rank's `length` tokens, for statistics with many values per token."""
 
         def tokens() -> torch.Tensor:
             pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self.chunks(length)]

@@ -19,8 +19,8 @@ class AttentionPass:
     trains_indexer: bool = False
     """Whether to compute the indexer loss and its gradients."""
     base_has_graph: bool = True
-    """Whether the base model runs with an autograd graph. In the indexer warm-up it runs without a graph, and each
-    layer runs its indexer's backward pass immediately."""
+    """Whether the base model (all except indexers) runs with an autograd graph. It has none in the indexer warm-up,
+    where each layer runs its indexer's backward pass immediately."""
     evaluating: bool = False
     """Whether this is a validation, in which there are no gradients and moving averages keep their values."""
     measuring: bool = False
@@ -32,11 +32,11 @@ class AttentionPass:
     row_fraction: float = 1.0
     """Fraction of queries in the indexer loss (`gsa.indexer_loss_row_fraction`); validation uses all."""
     row_draw: int = 0
-    """Number of the draw (`RowSample`) that chooses the queries of the indexer loss in the first micro-batch. Each
-    later micro-batch takes the next draw."""
+    """Number of the random sample (`RowSample`) of queries for the indexer loss in the first micro-batch. Each later
+    micro-batch has the next number."""
     will_recompute: bool = False
-    """Whether this is the first of two runs of a recomputed layer, without a graph. The backward pass runs the layer
-    again with a graph. The first run has no records, samples or indexer loss."""
+    """True in the forward pass of a layer with activation recomputation. This run has no graph, statistics, samples or
+    indexer loss. The backward pass runs the layer again, with all of them."""
 
     @property
     def uses_indexer(self) -> bool:

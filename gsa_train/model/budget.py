@@ -25,9 +25,9 @@ class PreciseBuffers(torch.nn.Module):
 class VarianceTracker(PreciseBuffers):
     """Holds the moving average V̄ of one layer's score variance, and the sum of the variances in the current step.
 
-    The average V̄ changes only in `update_variance_emas`, after the optimizer step. So all micro-batches of a step, and
-    their recomputation, use the same V̄, and no token influences an earlier token. A query with one causal key has
-    variance 0, and does not count in the mean.
+    The average V̄ changes only in `update_variance_emas`, after the optimizer step. All micro-batches of a step, and
+    their recomputation, therefore use the same V̄, and no token influences an earlier token through V̄. A query with
+    one causal key has variance 0, and does not count in the mean.
     """
 
     ema: torch.Tensor
@@ -65,9 +65,10 @@ def update_variance_emas(
 ) -> None:
     """Update the average V̄ <- decay * V̄ + (1 - decay) * the step's mean variance over all data-parallel ranks.
 
-    Call this after each step that ran the indexers. While V̄ is 0, as in the first step, the mean itself becomes V̄. A
-    layer keeps its V̄ if its mean is not finite. All layers keep their V̄ if `applied` (0-d bool) is False, or if no
-    query counts. The device makes these decisions, so the host does not wait for the device.
+    Call this after each step that ran the indexers. The device decides these cases, so the host does not wait:
+    - V̄ is 0, as in the first step: the mean becomes V̄.
+    - A layer's mean is not finite: this layer keeps its V̄.
+    - `applied` (0-d bool) is False, or `counted_rows` is 0: all layers keep their V̄.
 
     Args:
         data_parallel_group: data- and context-parallel ranks, over which the global batch is sharded.

@@ -55,8 +55,8 @@ def build_dense_attention(name: str) -> DenseAttention | None:
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
             )
         if out.requires_grad:
-            # torch 2.11 caches cuDNN's backward plans by the strides of q, k and v alone. It would misread a gradient
-            # whose strides differ from the cached plan.
+            # torch 2.11 caches cuDNN's backward plans by the strides of q, k and v alone. A cached plan would misread a
+            # gradient that has other strides.
             out.register_hook(partial(_in_order_of, out.stride()))
         return out.transpose(1, 2)
 

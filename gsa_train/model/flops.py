@@ -142,11 +142,11 @@ def flops_per_token(
     """Count operations per token in a phase, averaged over the positions of a sequence.
 
     Only matrix products count, without recomputation. The backward pass of trained parameters costs twice their forward
-    pass. The indexer's projections always run over all queries. Its scores have gradients only for queries in the
-    indexer loss, and only on the keys that these queries attend to.
+    pass. Indexer projections run over all queries. Indexer scores have gradients only for queries in the indexer loss,
+    and only at the keys that these queries attend to.
 
     Args:
-        mean_selected: measured mean |S_t|, at most the causal keys; None: with budget k_base (`mean_selected_keys`).
+        mean_selected: measured mean number of selected keys; None: `mean_selected_keys`, from the budget k_base.
         mean_visible: measured mean causal keys per query; None: a sequence is one document.
         dropped_share: measured fraction of expert choices that were dropped (`moe.capacity_factor`).
     """
@@ -199,7 +199,7 @@ def flops_per_token(
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
     """Return the expected fraction of the queries that are in the indexer loss.
 
-    The loss takes whole stretches of STRETCH_ROWS queries. It takes every n-th stretch, where n is the inverse of
+    The loss uses stretches of STRETCH_ROWS adjacent queries: every n-th stretch, where n is the inverse of
     `gsa.indexer_loss_row_fraction`, and at least one stretch per sequence.
     """
     stretches = -(-seq_len_tokens // STRETCH_ROWS)
@@ -212,10 +212,11 @@ def causal_mean_keys(seq_len_tokens: int) -> float:
 
 
 def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> float:
-    """Average |S_t| over the queries, with budget k_base. Queries with fewer than dense_below causal keys select all.
+    """Return the mean number of selected keys per query with budget k_base. Queries with fewer than `gsa.dense_below`
+    causal keys select all of them.
 
-    Each query also selects its local window. The estimate adds the window to the budget as if they shared no key, so
-    with a window the result is an upper bound.
+    Each query also selects its local window. The budget is assumed to share no key with the window, so with a window
+    the result is an upper bound.
     """
     total = 0
     for sequence in causal_keys:

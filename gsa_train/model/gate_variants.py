@@ -76,7 +76,7 @@ class HeadGate(MegatronModule):
 
 
 class ReplicatedGate(MegatronModule):
-    """Computes gates that are replicated over the tensor-parallel ranks: gates that all heads share, and G5, after
+    """Computes gates whose weights each tensor-parallel rank holds whole: gates that all heads share, and G5 after
     W_O."""
 
     def __init__(
@@ -84,8 +84,8 @@ class ReplicatedGate(MegatronModule):
     ) -> None:
         """
         Args:
-            for_heads: True: gates of this rank's heads, for all tokens. False: gates of this rank's tokens, over all
-                heads.
+            for_heads: True: gates of this rank's heads, for all tokens. False: gates of W_O's output, for this rank's
+                tokens.
         """
         super().__init__(config)
         self.tp_group, self.for_heads = groups.tp, for_heads

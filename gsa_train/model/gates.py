@@ -19,9 +19,9 @@ from gsa_train.model.probes.stats import GATE_BINS, Statistics, Vector
 class GateProjection(ColumnParallelLinear):
     """Runs first among several linear layers with the same input, and communicates for all of them.
 
-    The layers together need only one all-gather and one reduction over the tensor-parallel ranks. In the forward pass,
-    this layer gathers its input and returns the gathered input for the other layers. In the backward pass, it receives
-    the sum of their input gradients, adds its own, and reduces the result.
+    All these layers need only one all-gather and one reduction over the tensor-parallel ranks. In the forward pass,
+    this layer gathers its input and returns the gathered input for the other layers. In the backward pass, this layer
+    adds its own input gradient to the sum of the others', and reduces the result.
     """
 
     def forward(self, input_: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,7 +59,7 @@ class AttentionContext:
     dense_attention: str
     """Which dense attention runs if the implementation is `triton` (dense_attention.py)."""
     recompute_core: bool
-    """Whether the backward pass recomputes attention after its projections, instead of keeping its L x L tensors."""
+    """Whether the backward pass recomputes attention from its projections, so that no L x L tensors are kept."""
     indexer_rotary: LocalRotaryEmbedding | None
     """The rotary embedding that all indexers share (rotary.py); None without `gsa.indexer_rope`."""
 
@@ -278,8 +278,8 @@ class GSASelfAttention(MegatronModule):
 class _RecomputedAttention:
     """Calls `attend` for activation checkpointing: in the forward pass without a graph, then in the backward pass.
 
-    The second call also drops this object's reference to the selections. Otherwise, the autograd node would keep them
-    in memory until the schedule drops the loss of the micro-batch.
+    The call in the backward pass also drops this object's reference to the selections. Otherwise, the autograd node
+    would keep the selections in memory until the schedule drops the loss of the micro-batch.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class Indexer(MegatronModule):
     """Computes the indexer's queries, keys and head weights.
 
     Each tensor-parallel rank holds a replica of the indexer, and all these ranks process the same tokens. Call the
-    module itself and not its method `forward`, because `overlap_param_gather` needs forward-pre-hooks.
+    module, not `forward`, because `overlap_param_gather` needs the module's forward-pre-hooks.
     """
 
     def __init__(
@@ -84,9 +84,8 @@ class Indexer(MegatronModule):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
         parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optimizer/mcore.py)
-        # In plain torch all ranks compute the same gradient. With the kernels each rank computes the gradient of its
-        # share of the queries, times the number of ranks. The average is correct in both cases, and keeps
-        # replicas bitwise equal.
+        # Averaging keeps the replicas bitwise equal. It is correct in plain torch, where all ranks compute the same
+        # gradient, and with the kernels, where each rank computes its share of the queries times the number of ranks.
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
@@ -139,7 +138,7 @@ class Indexer(MegatronModule):
 
 
 class _JoinedProduct(torch.autograd.Function):
-    """Multiplies hidden [L, B, d] by concatenated weights [rows, d] and returns [L, B, all rows]. The last weight is
+    """Multiplies hidden [L, B, d] by several weights [rows, d] in one product, [L, B, all rows]. The last weight is
     padding and gets no gradient."""
 
     @staticmethod

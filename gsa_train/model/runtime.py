@@ -107,8 +107,8 @@ class AttentionRuntime:
         Args:
             magnitude: factor of both tables, the same in all layers.
         """
-        # Recomputation passes a new tensor with the same memory, so the address is the key. The cache holds the first
-        # tensor, so that its address is not reused.
+        # Recomputation passes a new tensor with the same memory, so the memory address is the key. The cache holds the
+        # first tensor, so that no other tensor gets this address.
         key = (angles.data_ptr(), angles.shape, magnitude)
         if key not in self._rotary:
             half = angles[:, 0, 0, : angles.shape[-1] // 2].float()

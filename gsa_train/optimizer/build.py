@@ -28,21 +28,21 @@ Group = dict[str, Any]
 @dataclass(frozen=True)
 class OptimizerKind:
     build: Callable[[list[Group], TrainConfig, bool], torch.optim.Optimizer]
-    """Builds the optimizer from fp32 parameter groups, the settings, and whether to use torch's fused kernels.
-    Parameters may be flat shards. A fused optimizer skips a rejected update on the device; otherwise the host waits
-    for the verdict."""
+    """Builds the optimizer. Arguments: fp32 parameter groups (parameters may be flat shards), settings, and whether to
+    use torch's fused kernels. With fused kernels, the device skips a rejected update; otherwise the host waits for the
+    verdict."""
     squared_change: Callable[[list[dict[str, torch.Tensor]], Group, list[torch.Tensor]], torch.Tensor]
     """Returns the sum of squares of what the step changed, including weight decay: 0-d fp64. Arguments: states after a
-    step, their group and their parameters, all on one device. The gradients are gone, so the change must follow from
-    these arguments. If it does not, the optimizer adds a tensor to each parameter's state in its step, as Muon does.
-    DeepSpeed does not pass such a tensor here, so refuse `parallel.strategy: deepspeed` (`check_muon`)."""
+    step, their group and their parameters, all on one device. The gradients are no longer available. If the arguments
+    do not determine the change, the optimizer's step must store it in each parameter's state, as Muon's does. DeepSpeed
+    does not pass stored changes on, so refuse `parallel.strategy: deepspeed` (`check_muon`)."""
     state: tuple[str, ...]
     """Names of the optimizer's state tensors per parameter: fp32, in the parameter's shape, initially 0."""
     counter: str | None = None
     """Name of the 0-d tensor in each parameter's state that counts updates."""
     matrix_state: tuple[str, ...] | None = None
-    """The state tensors of the hidden layers' matrices (gsa_train.model.mcore.matrices), if the optimizer updates them
-    as matrices. Their groups have the key `matrices` (`muon.Matrices`), and their states have no counter."""
+    """State tensors of hidden layers' matrices (gsa_train.model.mcore.matrices), if the optimizer updates whole
+    matrices. Groups of matrices have the key `matrices` (`muon.Matrices`). States of matrices have no counter."""
 
     def state_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
         """Return the names of the state tensors of a parameter of the model."""

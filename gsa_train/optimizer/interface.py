@@ -30,7 +30,7 @@ class StatePart:
     """First element."""
     length: int
     tensors: dict[str, torch.Tensor]
-    """The optimizer's own flat fp32 tensors: `OptimizerKind.state_of` and, if the model's weight is not fp32,
+    """Flat fp32 tensors by name: those in `OptimizerKind.state_of` and, if the model's weight is not fp32,
     MAIN_WEIGHT."""
 
     @property
@@ -43,8 +43,8 @@ class StatePart:
 
 
 class PhaseOptimizer(ABC):
-    """Holds gradients and optimizer of a phase's parameters. `mcore.build_optimizer` builds it, and `close` releases
-    it."""
+    """Holds gradients and optimizer of the parameters that one phase of a run trains. `mcore.build_optimizer` builds
+    it, and `close` releases it."""
 
     phase: PhaseConfig
     kind: OptimizerKind

@@ -1,7 +1,7 @@
-"""Implement a phase's optimizer for `parallel.strategy: megatron`. megatron-core's data-parallel wrapper and sharding
-surround torch's optimizer (build.py).
+"""Implement a phase's optimizer for `parallel.strategy: megatron`: torch's optimizer (build.py) inside megatron-core's
+data-parallel wrapper and sharding.
 
-Each phase builds its own optimizer and closes it at the end. If a phase freezes the base, the base therefore has no
+Each phase builds its own optimizer and closes it at the end. If a phase freezes the base model, the base model has no
 gradient buffers and no optimizer state. A phase starts with fresh optimizer state, unless it has `keep_optimizer`.
 """
 
@@ -132,9 +132,8 @@ class MegatronPhaseOptimizer(PhaseOptimizer):
 
     @torch.no_grad()
     def clipped_step(self, norm: torch.Tensor, max_norm: float, applied: torch.Tensor) -> None:
-        """In megatron-core's version, the host waits for the norm of each tensor. Here, the host does not wait if
-        torch's optimizer is fused. A fused optimizer reads two numbers on the device: the divisor of the gradients, and
-        whether to skip the update."""
+        """Unlike in megatron-core's version, the host does not wait for norms if torch's optimizer is fused. A fused
+        optimizer reads two numbers on the device: the divisor of the gradients, and whether to skip the update."""
         if self.qk_clip is not None:
             self.qk_clip.measure(applied)  # _qk_clip's hook scales with the result
         divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)

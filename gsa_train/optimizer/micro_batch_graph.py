@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 Results = dict[str, torch.Tensor]  # of a micro-batch, 0-d, by name
 
 WARM_UP_STEPS = 2
-"""Steps without a graph before the capture, in which kernels are compiled and libraries create their handles. A logged
-step also comes before the capture, so that what it keeps for later steps is not in the memory of the graphs."""
+"""Steps without a graph before the capture, to compile kernels and create the libraries' handles. The capture also
+waits for a logged step, so that tensors which this step keeps for later steps are not in the memory of the graphs."""
 
 
 class CaptureError(RuntimeError):
@@ -94,7 +94,8 @@ class MicroBatchGraph:
     def run_plain(self, run_passes: Callable[[], list[Results]], measures: bool) -> list[Results]:
         """Run passes without a graph, in the memory of the graphs if they exist.
 
-        The next replay overwrites this memory. The results are therefore copied, and nothing else may remain there.
+        The next replay overwrites this memory. Results are therefore copied out, and the passes may leave no other
+        tensor there.
 
         Args:
             run_passes: runs forward and backward and returns named results of each micro-batch.

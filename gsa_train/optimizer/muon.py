@@ -8,13 +8,12 @@ The factor 0.2 sqrt(max(rows, columns)) scales an update so that its root mean s
 AdamW's updates (Moonlight, arXiv 2502.16982: `match_rms_adamw`). The learning rate and weight decay of AdamW can
 therefore be used for Muon. AdamW updates all other parameters.
 
-Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. If a rank holds a shard
-of a weight matrix, it gathers the whole direction of the matrix, first over the data-parallel ranks and then over the
-tensor-parallel ranks. The rank orthogonalizes the direction and updates its shard of the weights.
+Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. A rank that holds a
+shard of a weight matrix gathers the whole direction of this matrix, first over the data-parallel and then over the
+tensor-parallel ranks. The rank orthogonalizes the direction and updates its shard.
 
-Each data-parallel rank's shard is a contiguous range of a buffer. If a matrix lies in the range of one rank, that rank
-already has the whole direction. If a matrix extends over several ranges, the ranks send each other their parts of the
-direction.
+A data-parallel rank's shard is a contiguous range of a buffer. If a matrix lies in the range of one rank, that rank
+already has the whole direction. If a matrix spans several ranges, the ranks exchange their parts of the direction.
 """
 
 from __future__ import annotations
@@ -95,10 +94,10 @@ class MatrixShard:
         return self.numel * (1 if self.tensor_group is None else self.tensor_group.size())
 
     def whole_matrices(self, direction: torch.Tensor) -> list[torch.Tensor]:
-        """Return the direction of each matrix, whole: [rows, columns] or [experts, rows, columns]. Collective over the
+        """Gather the direction of each whole matrix: [rows, columns] or [experts, rows, columns]. Collective over the
         tensor-parallel ranks.
 
-        `direction` is the direction of this rank's part of the parameter, flat and complete over the data-parallel
+        `direction` is the flat direction of this rank's part of the parameter, already gathered over the data-parallel
         ranks.
         """
         shares = [direction]
@@ -141,8 +140,8 @@ class Matrices:
         return sorted(found, key=lambda at: self.shards[at].number)
 
     def batches(self) -> Iterator[list[int]]:
-        """Yield the indices of the shards, in their order, in batches of at most BATCH_ELEMENTS elements or one
-        parameter."""
+        """Yield the indices of the shards in order, in batches of at most BATCH_ELEMENTS elements. A larger parameter
+        is a batch of its own."""
         batch: list[int] = []
         elements = 0
         for at, shard in enumerate(self.shards):

@@ -26,9 +26,8 @@ def counts_for_norms(parameter: torch.Tensor) -> bool:
 
 
 def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares, 0-d fp64. On CPUs, the squares are added in fp64. In fp32, torch would add them one
-    after the other, with rounding errors that depend on the sharding. Clipping would then carry these errors into the
-    weights."""
+    """Return the sum of squares, 0-d fp64. On CPUs the squares are added in fp64: torch adds them one by one, so fp32
+    rounding errors would depend on the sharding, and clipping would carry these errors into the weights."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cuda":

@@ -3,8 +3,8 @@
     m = the head's largest log-sum-exp of attention logits, over all queries of the step
     factor = min(1, train.qk_clip / m)
 
-The log-sum-exp is used in place of the largest logit, because attention computes the log-sum-exp anyway. Over n keys,
-the log-sum-exp of a query exceeds its largest logit by at most ln(n).
+The log-sum-exp replaces Kimi's largest logit, because attention computes log-sum-exps anyway. Over n keys, a
+log-sum-exp exceeds the largest logit by at most ln(n).
 
 If each head has its own keys, the query weights and the key weights of the head are both multiplied by sqrt(factor), as
 in Kimi K2. In grouped-query attention, several heads share a key. In that case, only the query weights of the head are

@@ -72,8 +72,8 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 def _announce(model: Model) -> None:
     """Register the parameters of the indexer that attention reads directly, so that ZeRO-3 gathers them.
 
-    By itself, DeepSpeed detects such reads only in forward passes. With recomputation, the indexer's temperature is
-    first read in the backward pass.
+    DeepSpeed itself detects direct reads only in forward passes. With recomputation, the indexer's temperature is first
+    read in the backward pass.
     """
     for attention in model.attentions:
         if attention.indexer is not None:
@@ -208,9 +208,9 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         raise AssertionError("ZeRO reduces gradients inside the schedule")
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        """Reduce the gradients of parameters that are replicated over tensor-parallel ranks, as megatron-core's
-        finalize_model_grads does. On every tensor-parallel rank, ZeRO cuts the parameters at the same elements, so the
-        shards can be reduced directly."""
+        """Reduce gradients of parameters that are replicated over tensor-parallel ranks, as megatron-core's
+        finalize_model_grads does. ZeRO shards these parameters equally on every tensor-parallel rank, so the shards can
+        be reduced directly."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:

@@ -2,9 +2,9 @@
 
 Layout, parameters and tokens are exact. Operations per token come from model/flops.py, which counts only matrix
 products, assumes that each query selects k_base keys, and ignores document boundaries. The memory of a training step is
-an estimate by memory/, whose docstrings state its limits. In the memory table, `total` is the peak. It is not the sum
-of the other columns, because `working` and `logits` are not in use at once. The time is computed from the operations,
-the peak rate of the device, and an MFU, which is given or measured.
+an estimate by memory/, whose docstrings state its limits. In the memory table, `total` is the peak: `working` and
+`logits` are never in use at once, so only the larger one counts. The time follows from the operations, the device's
+peak rate, and a given or measured MFU.
 """
 
 from __future__ import annotations

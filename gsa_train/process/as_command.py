@@ -18,9 +18,9 @@ READER_LEFT = 141
 
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
-    """Decorate a command's `main`. At Ctrl-C, or if memory is exhausted, the command prints a line instead of a
-    traceback. If the reader of its output has ended, it prints nothing. Training does not use this decorator, because
-    it handles signals itself. Scripts also import their commands under it, because an import may take a second."""
+    """Run a command in this context, including its imports, which may take a second. At Ctrl-C, or if memory is
+    exhausted, the command prints a line instead of a traceback. If the reader of its output has ended, it prints
+    nothing. Training does not use this context, because training handles signals itself."""
     try:
         try:
             yield

@@ -1,8 +1,8 @@
 """Write the console of a run in a thread, so that no reader, terminal or disk can end or block a rank.
 
-`sys.stdout` and `sys.stderr` are replaced by streams that pass their lines to the thread. Lines wait in memory until
-the thread can write them. A line is dropped if the waiting lines would exceed the memory limit, or if writing the line
-fails. When writing succeeds again, a message says how many lines were dropped.
+Streams that pass lines to the thread replace `sys.stdout` and `sys.stderr`. Lines wait in memory until the thread can
+write them. A line is dropped if the waiting lines would exceed the memory limit, or if writing the line fails. When
+writing succeeds again, a message gives the number of dropped lines.
 """
 
 from __future__ import annotations

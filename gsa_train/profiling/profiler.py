@@ -52,8 +52,8 @@ class StepProfiler(Service):
         self._steps: list[int] = []
 
     def before_step(self, plan: StepPlan) -> None:
-        """Start the trace at the first profiled step, or at a later profiled step if the run resumes there. The
-        profiler warms up in the step before the first profiled step."""
+        """Start the trace at the first profiled step, or at a later one if the run resumes there. The profiler warms up
+        in the step before the first profiled step."""
         step = plan.step
         if not self._first - 1 <= step <= self._last:
             return

@@ -83,8 +83,8 @@ def traced_span(on_host: Iterable[Any], intervals: Iterable[Interval]) -> tuple[
 
 
 def _launch_parts(launches: Sequence[Any], on_host: Sequence[Any]) -> dict[int, str]:
-    """Returns a dict launch's id -> span. A launch outside all operations belongs to the main thread's span at
-    that time. If there is none, it belongs to the span, of any thread, that began last and has not ended."""
+    """Returns the span of each launch, by the launch's id. A launch without a span around it on its own thread belongs
+    to the span of any thread that began last and has not ended."""
     forward_parts = forward_parts_of(on_host)
     parts = {launch.id: host_part(launch, forward_parts) for launch in launches}
     found = {number: part for number, part in parts.items() if part is not None}

@@ -76,8 +76,8 @@ def step_limit(config: ParallelConfig) -> StepLimit:
 
 
 def watch_compilation(compiling: Callable[[bool], None]) -> None:
-    """Make Triton call `compiling(True)` before it compiles a kernel, and `compiling(False)` afterwards. A kernel may
-    be compiled in any step, because the choice of kernels depends on the density of the selections."""
+    """Make Triton call `compiling(True)` before it compiles a kernel, and `compiling(False)` afterwards. Any step may
+    compile a kernel, because the choice of kernels depends on the selected keys."""
     from triton import knobs
 
     # jit_cache_hook must not return True, which would keep Triton from compiling.

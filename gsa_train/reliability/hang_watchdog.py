@@ -6,7 +6,7 @@ the main thread. The first and the last rank read the heartbeats of all ranks.
 If a rank makes no progress within the limit (hang_limit.py), rank 0 writes a report and sends an alert by W&B. If rank
 0 is frozen, the last rank writes the report. Every rank that still runs writes its stacks. Then all ranks end with exit
 code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start sends the alert again, because rank
-0, which holds the W&B run, may have been the rank that hung.
+0, which alone can send alerts, may have been the rank that hung.
 
 At the end of a run, each rank uses only its own clock, because the store may be gone once any rank has exited. If a
 rank cannot leave its process group in time, for example because a peer died, it ends with the run's exit code.
@@ -93,9 +93,9 @@ def is_frozen(age: Age, timeout_seconds: float) -> bool:
 
 
 def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
-    """Returns the limit for all ranks: the largest step limit if all ranks are in a step, else
-    `longest_seconds`. If a process sends no heartbeat within its step limit, that limit applies, except in
-    SILENT activities, which may block heartbeats."""
+    """Returns the limit for all ranks. If a process sends no heartbeat within its own step limit, this step limit
+    applies, except in SILENT activities, which may block heartbeats. Otherwise, the largest step limit applies if all
+    ranks are in a step, else `longest_seconds`."""
     frozen = [
         age.beat.step_limit_seconds
         for age in ages
@@ -109,9 +109,9 @@ def limit_for_all(ages: list[Age], longest_seconds: float) -> float:
 
 
 def find_fault(ages: list[Age], timeout_seconds: float) -> str | None:
-    """Returns a report, or None if there is no hang. The report names the ranks that hold up the run and every rank's
-    place. If one rank exceeds the limit, all ranks are compared, because this rank may only be waiting for another.
-    While a heartbeat is late, returns None until its process counts as frozen, for at most 1.5 limits."""
+    """Returns a report, or None if there is no hang. The report gives every rank's place and names the ranks that hold
+    up the run. They may differ from the rank that exceeds the limit, which may only be waiting. If a heartbeat is late,
+    the report waits until a process counts as frozen, for at most 1.5 limits."""
     longest = max(age.of_progress for age in ages)
     if longest < timeout_seconds:
         return None
@@ -170,11 +170,11 @@ class HangWatchdog(Service):
         self.on_hang: Callable[[int, str], None] | None = None
         """Called with step and short report if this rank finds a hang; in its own thread, for ALERT_SECONDS at most."""
         self.on_beat: Callable[[int, float], None] | None = None
-        """Called at each heartbeat with the steps done and the time of the main thread's last progress
-        (`time.monotonic`). Runs in its own thread, one call at a time, so a slow file system delays no heartbeat."""
+        """Called at each heartbeat with the number of steps and the time of the main thread's last progress
+        (`time.monotonic`). Calls run one at a time in their own thread, so a slow file system delays no heartbeat."""
         self.on_orphaned: Callable[[], None] | None = None
-        """Called if torchrun has ended, as by a signal that it does not handle. The function requests a stop, so that
-        the ranks save and end."""
+        """Called if torchrun has ended, as by a signal that it does not handle. Requests a stop, so that ranks save and
+        end."""
         self.exit_code = FAILED
         """Exit code of a rank that the watchdog ends."""
         self._last_stretch: threading.Timer | None = None
@@ -251,7 +251,7 @@ class HangWatchdog(Service):
 
     def begin_to_leave(self) -> None:
         """Stop using the store, and limit the time that this rank takes to leave its process group. All ranks must call
-        this before any rank exits, because the store may be gone then."""
+        this before any rank exits, because the store may end with that rank."""
         self._last_stretch = threading.Timer(self._timeout_seconds, self._end_leaving)
         self._last_stretch.daemon = True
         self._last_stretch.start()

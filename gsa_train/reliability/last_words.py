@@ -42,8 +42,8 @@ def tell_torchrun(message: str) -> bool:
 
 
 def ended_in_silence() -> bool:
-    """Returns True if this rank's process in the previous start by the same torchrun wrote no message, as after
-    a kill. torchrun itself names only the rank that ended first, and that rank may only have lost its peer."""
+    """Returns True if this rank ended without a message, as after a kill, in the previous start by the same torchrun.
+    torchrun itself names only the rank that ended first, which may only have lost its peer."""
     path, count = os.environ.get("TORCHELASTIC_ERROR_FILE"), _restarts()
     if not path or count == 0 or len(Path(path).parts) < 4:
         return False

@@ -29,9 +29,9 @@ STOP_SIGNALS = (
     signal.SIGUSR2,
     signal.SIGXCPU,
 )
-"""SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGINT: Ctrl-C. SIGHUP: the terminal was closed. SIGQUIT: forwarded
-by torchrun. SIGUSR1: usual choice for `sbatch --signal`; Grid Engine's soft time limit. SIGUSR2: LSF before its time
-limit, Grid Engine before a kill. SIGXCPU: soft limit of CPU time."""
+"""Signals that request a stop. SIGTERM: torchrun, Slurm's preemption, `scancel`. SIGINT: Ctrl-C. SIGHUP: the terminal
+was closed. SIGQUIT: forwarded by torchrun. SIGUSR1: usual choice for `sbatch --signal`; Grid Engine's soft time limit.
+SIGUSR2: LSF before its time limit, Grid Engine before a kill. SIGXCPU: soft limit of CPU time."""
 
 ONE_PRESS_SECONDS = 0.5
 """Two SIGINT within this time count as one press: a launcher may forward the Ctrl-C that the terminal also sends."""
@@ -101,9 +101,9 @@ class StopRequest:
         return TIME_LIMIT if self.deadline is not None and time.time() >= self.deadline else 0
 
     def watch(self) -> None:
-        """Start a thread that handles Ctrl-C. The thread is needed because Python runs signal handlers only when the
-        main thread returns from torch, possibly after minutes. If Ctrl-C is pressed before `listen` is called, the
-        thread prints a line and ends this process at once."""
+        """Start a thread that handles Ctrl-C, because Python's signal handlers run only when the main thread returns
+        from torch, possibly after minutes. If Ctrl-C is pressed before `listen` is called, the thread prints a line and
+        ends this process at once."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -120,8 +120,8 @@ class StopRequest:
     def listen(self) -> None:
         """Install handlers that only record stop signals. Forked children inherit them.
 
-        If a signal has been ignored since the start of this process, as with nohup or in a background job of a shell,
-        it stays ignored. If `watch` was called, a second Ctrl-C ends this process at once.
+        A signal that this process has ignored since its start, as with nohup or in a shell's background job, stays
+        ignored. If `watch` was called, a second Ctrl-C ends this process at once.
         """
         for number in heeded_signals():
             signal.signal(number, self._note)
@@ -165,8 +165,8 @@ def children_keep_running() -> Iterator[None]:
     """Block stop signals in child processes that are started inside the `with` block. torchrun and Slurm also send
     their signals to child processes, and SIGTERM would end these processes.
 
-    Child processes inherit the signal mask of this thread, but not always its signal handlers. Therefore the mask
-    blocks the signals. This process gets the signals after the `with` block.
+    This thread's signal mask blocks the signals, because child processes always inherit the mask, but not always the
+    signal handlers. This process gets the signals after the `with` block.
     """
     resource_tracker.ensure_running()  # before the mask is set, because its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

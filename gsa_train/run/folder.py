@@ -45,15 +45,16 @@ STOPPED = "stopped.json"
 def open_run_folder(
     config: Config, start: Start, parallel: Parallel, goodput: GoodputLog
 ) -> tuple[RunLog, str, str | None]:
-    """Open the files that the run writes, and print the header of this start. Collective. If an error occurs, all ranks
-    raise it.
+    """Open the files that the run writes, and print the header of this start. Collective. An error of the main rank is
+    raised on all ranks.
 
     Args:
         goodput: the log that this function opens in the folder.
 
     Returns:
-        The log; the run's id, which its checkpoints and starts.jsonl also have; and on the main rank the hang that
-        ended the previous start (gsa_train.reliability.hang_watchdog), if any.
+        - The log.
+        - The run's id, as in its checkpoints and starts.jsonl.
+        - On the main rank, a report of the hang that ended the previous start, if any.
 
     Raises:
         WandbRefused: the W&B run cannot be opened; existing files of the folder are unchanged.
@@ -95,8 +96,8 @@ def open_run_folder(
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
-    """Continue the W&B run that the checkpoint or this folder records. If the recorded run has another `run.name`, the
-    folder was copied or renamed, so open a new W&B run instead."""
+    """Continue the W&B run that the checkpoint or this folder records. But if that run has another `run.name`, the
+    folder was copied or renamed, and a new W&B run is opened."""
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     run_id = copied_from = None
@@ -176,8 +177,7 @@ def _open_files(
 
 
 def _keep_summary(folder: Path) -> None:
-    """Rename a summary.json that was written before the user extended the phases. The continued run would otherwise
-    look complete."""
+    """Rename a summary.json from before the user extended the phases, because the continued run would look complete."""
     path = folder / "summary.json"
     if not path.is_file():
         return

@@ -159,8 +159,8 @@ def open_phase(
         DamagedCheckpoint: a checksum is wrong or a value is not finite; call this again with another checkpoint.
         ResumeError: `weights_from` has values that are not finite.
     """
-    # megatron-core runs a full garbage collection at each save. Freezing excludes about a million permanent objects
-    # from it. The phase's optimizer is built after the freeze, because it is freed with its phase.
+    # megatron-core collects all garbage at each save. Freezing excludes about a million permanent objects. The phase's
+    # optimizer is built after the freeze, because it is freed with its phase.
     gc.collect()
     gc.freeze()
     phase_optimizer = build_optimizer(model, phase_range.phase, config)

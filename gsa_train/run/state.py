@@ -36,8 +36,8 @@ class TrainState:
     validation_due: bool = False
     """True until the validation of this step, if one is due, has ended."""
     tasks_due: bool = False
-    """True until the tasks of this step, if they are due, are scored. A checkpoint in between makes a restart score
-    them."""
+    """True while tasks are due at this step but not yet scored. A restart from a checkpoint with True scores the
+    tasks."""
     task_clock: TaskClock = field(default_factory=TaskClock)
     monitor: MonitorState = field(default_factory=MonitorState)
     """State of the monitor at the newest checkpoint or at the end of the previous phase."""

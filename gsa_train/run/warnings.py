@@ -65,8 +65,8 @@ def cpu_warning(config: Config, cores: int) -> str | None:
 
 
 def cores_of_the_job(world_size: int, threads_per_rank: int) -> int:
-    """Returns the CPU cores that compute: the threads of all ranks, at most the cores of their machines. The machines
-    are assumed to have the same number of cores."""
+    """Returns the number of CPU cores that compute: the threads of all ranks, but at most the cores of all machines,
+    which are assumed to be equal."""
     local = min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return world_size // local * min(local * threads_per_rank, len(os.sched_getaffinity(0)))
 
@@ -86,8 +86,8 @@ class DenseQueriesWarning(Service):
 
 
 def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -> str | None:
-    """Returns a warning if few queries of a step's packed micro-batches have more causal keys than they can
-    select. Otherwise, or without a sparse phase, returns None. Synchronizes with the device."""
+    """Returns a warning if a phase is sparse and few queries of a step's micro-batches have more causal keys than they
+    can select, else None. Synchronizes with the device."""
     if config.gsa.attention == "dense" or all(phase.attention == "dense" for phase in config.phases):
         return None
     visible = torch.cat([batch.causal_keys() for batch in micro_batches])

@@ -41,7 +41,7 @@ NEW = tuple(
     f".self_attention.{part}."
     for part in ("indexer", "variance", "linear_gate", "head_gate", "projection_gate")
 )
-"""Parts of the names of weights that a dense checkpoint lacks, and that a sparse model may initialize itself."""
+"""Parts of names of weights that a dense checkpoint lacks, and that a sparse model may initialize itself."""
 
 MEANING = {
     "model": (
@@ -66,8 +66,8 @@ MEANING = {
         "selection_reuse",
     ),
 }
-"""Fields that change how weights are used, often without changing their shapes. Fields of `gsa` count only if the
-checkpoint has weights of gates or indexer."""
+"""Fields that must equal the checkpoint's, because they change how weights are used, often not the shapes. Fields of
+`gsa` count only if the checkpoint has weights of gates or indexer."""
 
 SIZES = {
     "model": ("hidden_size", "ffn_hidden_size", "vocab_size"),
@@ -98,7 +98,7 @@ def initial_data_state(config: Config, checkpoint: Path | None) -> dict[str, Any
         checkpoint: result of `find_initial_weights`; None without `checkpoint.initial_weights`.
 
     Raises:
-        ResumeError: the position is to be kept, and the checkpoint has no position.
+        ResumeError: the config asks to continue at the checkpoint's position, and the checkpoint has none.
     """
     fields = ("initial_text", "initial_state")
     asked = [field for field in fields if getattr(config.checkpoint, field) == "continue"]

@@ -14,8 +14,8 @@ from gsa_train.reliability.last_words import SUBMISSION as SUBMISSION
 from gsa_train.reliability.stop_signals import job_start_time
 
 JOB_START = "launch.txt"
-"""File of the run folder: a line each for the id of the job that opened the folder last, the time (Unix seconds), and
-the checksum of these two lines."""
+"""File of the run folder with three lines: the id of the job that opened the folder last, the time (Unix seconds), and
+the checksum of the first two lines."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ def note_job_start(run_folder: Path) -> None:
 
 
 def is_restart(run_folder: Path) -> bool:
-    """Returns True if Slurm or torchrun restarted this run after an earlier start opened its folder.
-    Collective. Within one Slurm submission, every start after the first is a restart. Otherwise the launcher's
+    """Returns True if Slurm or torchrun restarted this run after an earlier start of the job opened the run folder.
+    Collective. Within a submission by submit.py, every start after the first is a restart. Otherwise the launcher's
     restart count decides, because a user may start two runs in one job."""
     by_slurm = SUBMISSION in os.environ or _restarts("SLURM") > 0
     own = (*_last_opened(run_folder), by_slurm, _restarts("TORCHELASTIC") > 0, job_start_time())
@@ -41,8 +41,8 @@ def is_restart(run_folder: Path) -> bool:
     opened_by, opened_at = found[0][:2]
     if opened_by != job_id():
         return False
-    # Without --rdzv-id every multi-node job has the id "none". The start is a restart if a launcher began before the
-    # folder was opened. Launchers on replacement nodes began later.
+    # The id does not suffice: without --rdzv-id every multi-node job has the id "none". In a restart, at least one
+    # launcher began before the folder was opened. Launchers on replacement nodes began later.
     return any(each[2] for each in found) or (
         any(each[3] for each in found) and opened_at > min(each[4] for each in found)
     )

@@ -46,8 +46,8 @@ class Start:
     phase_index: int = 0
     """Index of the first phase to train."""
     inside_phase: bool = False
-    """True if the optimizer's state is also loaded. The first phase to train then either wrote the checkpoint, or keeps
-    the optimizer."""
+    """True if the optimizer's state is also loaded, because the first phase to train wrote the checkpoint or has
+    `keep_optimizer`."""
     same_run: bool = False
     """True if the checkpoint belongs to this run folder, whose metrics and W&B run continue."""
     damaged: tuple[tuple[str, str], ...] = ()
@@ -93,9 +93,9 @@ def choose_start(
     With --resume-from, choose the checkpoint that this option names. With --no-resume, choose step 0. Without these
     options, choose the newest intact checkpoint of the run folder, or step 0 if the folder has no checkpoint.
 
-    --resume-from and --no-resume apply to the first start of a job. A restart of the job ignores --no-resume. It also
-    ignores --resume-from if the run folder has a checkpoint, so it resumes from the run folder. `set_damaged_aside`
-    renames damaged checkpoints later, once nothing can refuse the start.
+    --resume-from and --no-resume are for the first start of a job. A restart of the job ignores --no-resume, and
+    ignores --resume-from if the run folder has a checkpoint. `set_damaged_aside` renames damaged checkpoints later,
+    once nothing can refuse the start.
 
     Args:
         tensors_later: do not check tensor files here. The caller checks them while it loads them, and calls
@@ -253,8 +253,8 @@ def _newest_intact(
 
 
 def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
-    """Rename the damaged checkpoints. Then set `latest` in their folder to the chosen checkpoint, so that the next
-    start finds it. Call this on the main rank."""
+    """Rename the damaged checkpoints, and set `latest` in their folder to the chosen checkpoint for the next start.
+    Call this on the main rank."""
     if not damaged:
         return
     renamed = pass_over([chosen.with_name(name) for name, _ in damaged], chosen)

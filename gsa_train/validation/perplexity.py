@@ -45,12 +45,13 @@ def evaluate(
         before_each: called on every rank before each part of at most `ROUND_MICRO_BATCHES`; may raise to end it.
 
     Returns:
-        For the first set: `validation_loss` (nats per scored token), `validation_perplexity` and
-        `validation_bits_per_byte`, the bits of all scored labels (EOS included) per byte of their text (EOS
-        excluded). Also overall attention statistics (model/probes/stats.py), such as `validation_recall`. They
-        count some sequences once more than others if the ranks' micro-batches do not divide the set. For each
-        other set: `validation_<name>_loss` and so on. For a set split by source: `<score>_by_source`, dicts
-        source -> value. `validation_set` is the name of the first set.
+        - `validation_set`: name of the first set.
+        - Scores of this set: `validation_loss` (nats per scored token), `validation_perplexity`, and
+          `validation_bits_per_byte` (bits of all scored labels with EOS, per byte of their text without EOS).
+        - Attention statistics of this set (model/probes/stats.py), such as `validation_recall`. If micro-batches do not
+          divide the set, some sequences count more often than others.
+        - Scores of each other set: `validation_<name>_loss` and so on.
+        - For a set split by source: `<score>_by_source`, dicts source -> value.
     """
     record: dict[str, Any] = {"validation_set": sets[0].name}
     for each in sets:
@@ -135,8 +136,8 @@ def schedule_group(config: Config, parallel: Parallel) -> int:
 
 
 def _deal(text: ScoredText, eos_id: int, config: Config, parallel: Parallel) -> list[MicroBatch]:
-    """Returns this replica's micro-batches. All replicas get the same number. If there are too few sequences,
-    they are repeated in order. Repetitions count in the statistics, but not in the loss."""
+    """Returns this replica's micro-batches. All replicas get the same number, for which sequences are repeated in order
+    if necessary. Repetitions count in the statistics, but not in the loss."""
     size = config.train.micro_batch_size
     missing = -len(text.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.resize(text.blocks, (len(text.blocks) + missing, text.blocks.shape[1]))

@@ -30,9 +30,9 @@ def encode_requests(
     of each text, as sentencepiece tokenizers do. Separate encoding would put this space between context and
     continuation.
 
-    For these tokenizers, context and continuation are encoded together. If the tokens of the whole text begin with the
-    tokens of the context, the remaining tokens are the continuation. White space at the end of the context may merge
-    into the next token. In that case, the merged token belongs to the continuation.
+    If the tokenizer adds a space, context and continuation are encoded together. If the tokens of this whole text begin
+    with the tokens of the context, the remaining tokens are the continuation. If white space at the end of the context
+    merges into the next token, the merged token belongs to the continuation.
 
     Args:
         max_tokens: number of inputs of a forward pass. A request has at most one token more.

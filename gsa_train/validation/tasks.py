@@ -1,8 +1,8 @@
 """Compute log-likelihoods of continuations for tasks between training steps, by the training model's forward pass.
 
-Requests are packed into sequences of the training sequence length. Each request is a document that sees no other
-document. As in validation, the sequences are spread over the data-parallel replicas, and every rank of a replica takes
-part. The scores equal the scores of a single rank, and the training state does not change.
+Requests are packed into sequences of the training length. Each request is a document that sees no other document. As in
+validation, the data-parallel replicas share the sequences, and every rank takes part. The scores equal the scores of a
+single rank, and the training state does not change.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from gsa_train.validation.requests import Request
 
 NOBODY = -1
 FORWARD_SHARE = 1 / 3
-"""Share of the forward pass in a step's time, used until tasks are timed. The backward pass takes about twice as
+"""Assumed share of the forward pass in a step's time, until tasks are timed: the backward pass takes about twice as
 long."""
 COMPILATION_SECONDS = 10.0
-"""Assumed for the first scoring on a GPU: if training attends across documents, tasks need other kernels."""
+"""Assumed time to compile kernels at the first scoring on a GPU: tasks need other kernels than training if training
+attends across documents."""
 
 
 def shared_tasks(config: Config, tokenizer: Tokenizer, parallel: Parallel) -> list[PreparedTask]:
@@ -142,8 +143,8 @@ def pack_requests(requests: Sequence[Request], eos_id: int, seq_len_tokens: int)
 def _deal(
     packed: PackedRequests, eos_id: int, config: Config, parallel: Parallel
 ) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """Returns this replica's micro-batches and the owners of their labels. All replicas get the same number,
-    padded with sequences of NOBODY. All have the size of training micro-batches."""
+    """Returns this replica's micro-batches, and for each label the request that owns the label. Padding, owned by
+    NOBODY, gives all replicas the same number of micro-batches, all of the training size."""
     size, length = config.train.micro_batch_size, packed.owners.shape[1]
     missing = -len(packed.blocks) % (size * parallel.data_size * schedule_group(config, parallel))
     blocks = np.concatenate([packed.blocks, np.repeat(packed.blocks[:1], missing, axis=0)])
@@ -171,8 +172,7 @@ class TaskClock:
     """Time of the last scoring of all tasks; 0: never."""
 
     def of_main_rank(self, device: torch.device) -> TaskClock:
-        """Returns the main rank's clock, because ranks measure slightly different times and a checkpoint has one
-        clock. Collective."""
+        """Returns the main rank's clock, for a checkpoint: ranks measure slightly different times. Collective."""
         values = torch.tensor(astuple(self), dtype=torch.float64, device=device)
         dist.broadcast(values, src=0)
         train_seconds, train_steps, *of_tasks = values.tolist()

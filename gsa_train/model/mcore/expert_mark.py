@@ -8,11 +8,10 @@ import torch
 
 
 def mark_as_expert(parameter: Any) -> None:
-    """Mark an expert's parameter.
+    """Mark an expert's parameter by `allreduce = False`.
 
-    megatron-core itself sets this mark only if `parallel.expert` is above 1. The mark is also needed if
-    `parallel.tensor` shards everything except experts. Without the mark, the gradients of experts would then be reduced
-    over too few ranks.
+    megatron-core sets this mark only if `parallel.expert` is above 1. Experts also need the mark if `parallel.tensor`
+    shards everything except experts. Otherwise, their gradients would be reduced over too few ranks.
     """
     parameter.allreduce = False
 

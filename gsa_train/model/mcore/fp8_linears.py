@@ -1,8 +1,8 @@
 """Implement megatron-core's parallel linear layers with FP8 products (`train.linear_layers: fp8`).
 
 Inputs and weights are rounded to E4M3 and gradients to E5M2, each matrix with the scale of its own largest magnitude
-(current scaling). A layer has no state in addition to its bf16 weight. Under tensor parallelism the largest magnitude
-is the whole matrix's, so that each rank rounds its shard as one rank would round the whole matrix.
+(current scaling). The bf16 weight is a layer's only state. Tensor-parallel ranks share the largest magnitude of the
+whole matrix, so that sharding does not change the rounding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Accumulate weight and bias gradients directly into their fp32 buffers.
 
-megatron-core needs an Apex extension for `gradient_accumulation_fusion`. Here torch calls cuBLAS. No bf16 gradient is
-written and read again.
+megatron-core's `gradient_accumulation_fusion` needs an extension of Apex. This module replaces it by torch's calls of
+cuBLAS. No bf16 gradient is written and read again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def weight_gradient(
     """Return grad_output [tokens, out]^T inputs [tokens, in], for autograd.
 
     Args:
-        accumulates: add the product to `weight.main_grad` instead, and return an uninitialized tensor, because
-            megatron-core's hook runs only if there is a gradient.
+        accumulates: add the product to `weight.main_grad` instead, and return an uninitialized placeholder. Without a
+            returned gradient, megatron-core's hook would not run.
     """
     if not accumulates:
         return grad_output.t().matmul(inputs)

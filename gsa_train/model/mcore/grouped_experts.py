@@ -19,8 +19,8 @@ from gsa_train.model.mcore.config import GSATransformerConfig
 GROUPED_MM: Callable[..., torch.Tensor] = (
     torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
 )
-"""Maps rows [M, k] (sorted by group), weights [groups, k, n] and offs (int32 [groups], each group's end) to [M, n].
-Older versions of torch have a private name for it."""
+"""Grouped matrix product: rows [M, k] sorted by group, weights [groups, k, n] and offs (int32 [groups], each group's
+last row + 1) give [M, n]. The function is private in older versions of torch."""
 
 
 class GroupedExperts(MegatronModule):

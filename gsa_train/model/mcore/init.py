@@ -33,7 +33,7 @@ def global_named_parameters(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Param
 @torch.no_grad()
 def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> None:
     """Initialize matrices from a normal distribution, norms as 1, gate biases as configured, and everything else as 0.
-    Output projections are scaled by 1/sqrt(2 layers)."""
+    Output projections are scaled by 1/sqrt(2 * layers)."""
     for name, parameter in global_named_parameters(gpt):
         if name.endswith(("layernorm.weight", "_norm_weight")):
             parameter.fill_(1.0)

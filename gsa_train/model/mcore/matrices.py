@@ -16,7 +16,7 @@ from gsa_train.model.mcore.config import GSATransformerConfig
 def mark_matrices(chunk: GPTModel, config: GSATransformerConfig) -> None:
     """Set `matrix_rows` on each parameter that holds matrices of hidden layers.
 
-    A fused parameter holds several matrices. Its rows form groups, and each group has rows of every matrix.
+    A fused parameter such as `linear_qkv` holds several matrices. Its rows form groups, each with rows of every matrix.
     `matrix_rows` says how many rows of a group belong to each matrix.
     """
     for name, parameter in chunk.decoder.named_parameters():

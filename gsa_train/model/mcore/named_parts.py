@@ -1,6 +1,4 @@
-"""Add named trace spans (gsa_train.profiling.trace_spans) to megatron-core's layer and model, and define the
-sandwich-norm layer.
-"""
+"""Add trace spans (profiling/trace_spans.py) to megatron-core's layer and model. Define the sandwich-norm layer."""
 
 from __future__ import annotations
 

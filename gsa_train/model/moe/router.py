@@ -33,12 +33,12 @@ class Routing(NamedTuple):
 class RouterContext:
     runtime: AttentionRuntime
     loss_scale: float
-    """Factor of the gradient of a loss that is summed over tokens: the number of ranks over which gradients are
-    averaged, divided by the number of tokens of a full global batch. In a batch ramp `AttentionPass.batch_share`
-    corrects it."""
+    """Factor for gradients of losses that are summed over tokens: the number of ranks over which gradients are
+    averaged, divided by the tokens of a full global batch. For smaller batches of a batch ramp,
+    `AttentionPass.batch_share` corrects the factor."""
     earlier_choices: Callable[[torch.Tensor], torch.Tensor]
-    """Maps this rank's choices, bool [L, B, E], to the number of earlier tokens of the whole sequence that chose each
-    expert, int64 [L, B, E]. Collective. Called only with a capacity."""
+    """Counts, for each token and expert, the earlier tokens of the whole sequence that chose the expert: this rank's
+    choices, bool [L, B, E], to int64 [L, B, E]. Collective. Called only if experts have a capacity."""
     ranks_of_sequence: int
     """Ranks that share a sequence."""
 

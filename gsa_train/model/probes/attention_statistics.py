@@ -61,15 +61,15 @@ def measure_attention(
     tp_group: dist.ProcessGroup,
     most_keys: int,
 ) -> Statistics:
-    """Measure the queries `QuerySample.sparse`: recall and overlap of the selection, and attention probability by
-    position in the document.
+    """Measure recall and overlap of the selection, and attention probability by position in the document, for the
+    queries `QuerySample.sparse`.
 
-    Separate kernels compute them, so measuring does not change the pass.
+    Separate kernels compute these statistics, so measuring does not change the pass.
 
     Args:
         q, k: of all queries and keys of the chunk, with this rank's heads
-        sparse: the layer attends to the selection, not to all causal keys
-        most_keys: size of the largest selection that leaves causal keys out
+        sparse: whether the layer attends to selected keys only
+        most_keys: the most keys of a selection that omits causal keys
     """
     few, rows, first_head = queries.sparse, queries.sample.sparse, tp_group.rank() * q.shape[2]
     chosen = None if selection is None else selection.packed_rows(rows)
@@ -108,9 +108,9 @@ class TopKeyOverlap(NamedTuple):
     """Share of each head's top keys (by attention probability) that the selection holds, for this rank's heads, [B, T,
     n_h]."""
     of_mean: torch.Tensor
-    """The same share of the top keys by the mean probability over the heads of all ranks, [B, T, 1]."""
+    """Share of the top keys, by mean probability over the heads of all ranks, that the selection holds, [B, T, 1]."""
     recall_of_mean: torch.Tensor
-    """Part of this mean probability that falls on the selection, [B, T, 1]."""
+    """Probability of all selected keys together, as a mean over the heads of all ranks, [B, T, 1]."""
 
 
 @torch.no_grad()
@@ -186,9 +186,8 @@ def selection_statistics(
 ) -> Statistics:
     """Measure the selections of the sampled queries.
 
-    The averages of overlap, union ratio and random recall include only queries that do not select all their causal
-    keys. For overlap and union ratio, the compared queries must also be in one document, because queries in two
-    documents share no key.
+    Averages of overlap, union ratio and random recall leave out queries that select all their causal keys. Overlap and
+    union ratio compare only queries of one document, because queries of two documents share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
@@ -233,8 +232,8 @@ def sink_statistics(by_position: torch.Tensor, queries: SparseQueries, first_hea
     """Measure the attention probability by the position of the key in the query's document.
 
     Args:
-        by_position: log-sum-exps (`log_sums`) of the attended keys in each of `SparseQueries.position_masks`,
-            [B, n_h, groups, T]
+        by_position: log-sum-exps (`log_sums`) over the attended keys in each position range of
+            `SparseQueries.position_masks`, [B, n_h, groups, T]
         first_head: index of the first of these heads in the whole model
     """
     masses = by_position.softmax(2).permute(0, 3, 1, 2)  # [B, T, n_h, groups]

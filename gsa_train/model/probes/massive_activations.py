@@ -49,7 +49,7 @@ def measure_activations(runtime: AttentionRuntime) -> Any:
 def largest_activation(hidden: torch.Tensor) -> Largest:
     """Find the largest |x| of [L, B, d] in one read, without a copy; NaN if any element is NaN.
 
-    It uses take and index_select, because indexing with a tensor makes the host wait for the device."""
+    `take` and `index_select` are used, because indexing with a tensor makes the host wait for the device."""
     tokens = hidden.flatten(0, 1)
     of_tokens = torch.linalg.vector_norm(tokens, torch.inf, dim=-1)
     token = of_tokens.argmax()  # the NaN, if there is one

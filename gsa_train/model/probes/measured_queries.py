@@ -14,7 +14,7 @@ from gsa_train.model.probes.query_sample import QuerySample
 from gsa_train.model.probes.stats import POSITIONS
 
 LEAST_KEYS = 64
-"""Least number of causal keys of a query in sink statistics. With few keys the first token always gets a large
+"""Least number of causal keys of a query in attention-sink statistics. Among few keys, the first always gets a large
 share."""
 
 
@@ -63,8 +63,8 @@ class SparseQueries:
 
     @cached_property
     def has_choice(self) -> torch.Tensor:
-        """bool [B, T]: the query has at least two causal keys. If a query has one causal key, the key is selected and
-        gets probability 1, whatever its score and logit are."""
+        """bool [B, T]: the query has at least two causal keys. A single causal key is always selected and has
+        probability 1."""
         return self.visible >= 2
 
     @cached_property

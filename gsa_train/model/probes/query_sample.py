@@ -66,9 +66,8 @@ def sampled_stretches(length: int) -> list[range]:
 def sample_queries(length: int, start: int, end: int, device: torch.device) -> QuerySample:
     """Sample the queries start .. end - 1 of a sequence. The host waits for the device.
 
-    Pairs of neighbours, and groups of GROUP adjacent queries, contain only queries of this chunk. An incomplete group
-    at the end of a stretch is left out. Exception: if this chunk's sample has only adjacent queries, and fewer than
-    GROUP, these queries form one smaller group.
+    Pairs of neighbours, and groups of GROUP adjacent queries, lie inside this chunk. Incomplete groups are left out.
+    But if the whole sample is fewer than GROUP adjacent queries, it forms one smaller group.
     """
     rows: list[int] = []
     neighbours: list[int] = []

@@ -105,8 +105,8 @@ class Statistics:
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     """Maps names of `EXTREMES` to values, of any shape."""
     counted: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Maps names of `MEANS` or `EXTREMES` to bools, expandable to the values, which say what values count. Without an
-    entry all values count."""
+    """Maps names of `MEANS` or `EXTREMES` to bools, expandable to the values' shape, that say which values count.
+    Without an entry all values count."""
 
     def join(self, others: Statistics) -> None:
         self.means |= others.means
@@ -278,8 +278,8 @@ class LayerStats:
     def read(self) -> dict[str, list[float | None]]:
         """Return the values per layer over all ranks, by name. Collective.
 
-        A name that no layer recorded is missing. In the list of a name, layers that did not record it have None. Each
-        entry of a vector has a name of its own, `vector/label`.
+        Each name has a list over the layers, with None for layers that did not record the name. A name that no layer
+        recorded is missing. Each entry of a vector has its own name, `vector/label`.
         """
         nothing = torch.zeros(0, dtype=torch.float64, device=self.device)
         return self.send(nothing, [], [], nothing)()[0]

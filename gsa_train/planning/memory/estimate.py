@@ -1,6 +1,6 @@
 """Estimate the memory of each rank's device in a training step, from a config alone.
 
-The estimate counts, tensor by tensor, what the layers keep (layer.py), and what is used in addition at the peak
+The estimate adds up the tensors that layers keep for the backward pass (layer.py), and temporary tensors at the peak
 (moments.py). On GPUs it follows the autograd functions of gsa_kernels (`*/op.py`), torch's RMSNorm and megatron-core's
 linear layers. For attention in plain torch, it counts only large tensors. Tests compare the estimate with traces of the
 real step (tests/unit/test_memory_trace.py).
@@ -11,10 +11,11 @@ The estimate does not include:
 - the CUDA context;
 - the gaps that the allocator leaves between tensors (`max_memory_reserved` includes them).
 
-If `attention_impl` is `auto`, the estimate assumes the implementation that runs on a GPU. If `precision` is `auto`, it
-assumes bf16. Key lists (the keys that a tile of queries selects) are assumed to have their largest length
-(selection.py). Experts are assumed to run as grouped products with even loads (`worst_expert_load` gives the worst
-case). With context parallelism, the estimate describes the rank that needs the most memory.
+Assumptions:
+- `attention_impl: auto` means the implementation on a GPU, and `precision: auto` means bf16.
+- Key lists (the keys that a tile of queries selects) have their largest length (selection.py).
+- Experts run as grouped products with even loads (`worst_expert_load` gives the worst case).
+- With context parallelism, the estimate describes the rank that needs the most memory.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class MemoryEstimate:
     buffers: float
     """Bytes that are allocated all the time."""
     graph: float
-    """Additional bytes for validation with `train.cuda_graphs`. Steps without a graph use the memory of the graphs, but
-    validation cannot."""
+    """Additional bytes for validation with `train.cuda_graphs`, which, unlike steps, cannot use the memory of the
+    graphs."""
 
     @property
     def total(self) -> float:
@@ -83,8 +84,8 @@ def estimate_memory(config: Config, phase: PhaseConfig, world_size: int, stage: 
 
 
 def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
-    """Returns the bytes that a rank of a stage needs in addition if all tokens go to its experts. This covers all
-    layers and micro-batches in flight. The estimate itself assumes even loads of experts."""
+    """Returns the bytes that a rank needs in addition if all tokens go to its experts; the estimate assumes even loads.
+    Counts all layers of a stage and all micro-batches in flight."""
     replicas = data_parallel_size(config, world_size)
     micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
     layers, recomputed = stage_layers(config, stage), config.train.recompute_num_layers
@@ -101,8 +102,8 @@ def worst_expert_load(config: Config, world_size: int, stage: int) -> float:
 def _parameters_and_state(
     config: Config, phase: PhaseConfig, world_size: int, stage: int
 ) -> tuple[float, float, float]:
-    """Returns the bytes of weights, gradients and optimizer state. Weights have the working precision, and gradients
-    the precision of their reduction. Only parameters that the phase trains have gradients and optimizer state."""
+    """Returns the bytes of weights (working precision), gradients (precision of their reduction) and optimizer state.
+    Only parameters that the phase trains have gradients and optimizer state."""
     parallel, train = config.parallel, config.train
     matrices, others, indexer = _parameters_per_rank(config, stage)
     experts = _expert_parameters_per_rank(config, stage)
@@ -128,9 +129,8 @@ def _parameters_and_state(
 
 
 def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
-    """Returns the bytes of a checkpoint in a phase, summed over all ranks, which hold them in host memory until
-    they are written. A checkpoint has weights in the working precision, and optimizer state of trained
-    weights."""
+    """Returns the bytes of a checkpoint, summed over all ranks: weights in the working precision, and optimizer state
+    of the weights that the phase trains. The ranks hold a checkpoint in host memory until it is written."""
     count = count_parameters(config.model, config.gsa, config.moe)
     base = count.total - count.indexer
     trained = {"all": count.total, "base": base, "indexer": count.indexer}[phase.train]
@@ -141,17 +141,17 @@ def checkpoint_bytes(config: Config, phase: PhaseConfig) -> float:
 
 
 def _state_bytes(train: TrainConfig, is_matrix: bool = False) -> int:
-    """Returns bytes for each trained parameter: the optimizer's fp32 state and, under bf16, the fp32 weight. Biases,
-    and the norms of an indexer, are counted with their matrices."""
+    """Returns bytes for each trained parameter: the optimizer's fp32 state and, under bf16, the fp32 weight. Callers
+    count biases and indexer norms as matrices."""
     kind = optimizer_kind(train)
     names = kind.matrix_state if is_matrix and kind.matrix_state is not None else kind.state
     return 4 * len(names) + (0 if train.precision == "fp32" else 4)
 
 
 def _parameters_per_rank(config: Config, stage: int) -> tuple[float, float, float]:
-    """Returns parameters on one rank of a stage: the matrices of hidden layers without routed experts, the rest
-    of the base, and the indexers. Norms, routers and indexers are replicated over tensor-parallel ranks. With
-    tied embeddings the last stage holds a copy of them."""
+    """Returns three numbers of parameters on one rank of a stage: matrices of hidden layers without routed experts,
+    other base parameters, and indexers. Norms, routers and indexers are replicated over tensor-parallel ranks. If
+    embeddings are tied, the last stage holds a copy."""
     parallel, count = config.parallel, count_parameters(config.model, config.gsa, config.moe)
     is_first, is_last = stage == 0, stage == parallel.pipeline - 1
     final_norm = config.model.hidden_size
@@ -233,9 +233,8 @@ def _kept_by_layers(config: Config, phase: PhaseConfig, sizes: Sizes, layers: li
 
 
 def _working(config: Config, phase: PhaseConfig, sizes: Sizes, stage: int) -> float:
-    """Returns the larger peak of the stage's last mixture of experts and its last dense layer, in bytes, in
-    addition to what the stage keeps. The memory of later layers is subtracted, because it is not allocated
-    yet."""
+    """Returns the peak of temporary bytes while a layer runs: the larger peak of the stage's last mixture of experts
+    and its last dense layer. What later layers keep is subtracted, because it is not allocated at that time."""
     held, found = stage_layers(config, stage), []
     for mixture in (False, True):
         of_kind = [at for at, layer in enumerate(held) if (layer in expert_layers(config)) == mixture]

@@ -16,13 +16,14 @@ from gsa_train.planning.memory.sizes import Sizes
 
 
 def routed_rows(config: Config, sizes: Sizes) -> float:
-    """Returns R, the rows that a rank's experts receive, if all experts are chosen equally often. R then equals N."""
+    """Returns R, the rows that a rank's experts receive, if all experts are chosen equally often. R then equals N, the
+    rows that the rank sends."""
     return sizes.tokens / sizes.shards * config.moe.top_k * config.parallel.expert_tensor
 
 
 def most_rows(config: Config, sizes: Sizes) -> float:
-    """Returns R, the rows that this rank's experts receive, if all tokens of all ranks that share the experts
-    choose these experts. Each token brings k rows, or fewer if this rank has fewer experts or less capacity."""
+    """Returns R, the rows that this rank's experts receive, in the worst case: all tokens of all ranks that share the
+    experts choose them. Each token then brings k rows, or fewer if this rank has fewer experts or less capacity."""
     moe, parallel = config.moe, config.parallel
     own = moe.experts // parallel.expert
     choices = routed_rows(config, sizes) * parallel.expert
@@ -37,7 +38,7 @@ def sends(config: Config) -> bool:
 
 
 def kept_by_mixture(config: Config, sizes: Sizes) -> dict[str, float]:
-    """Returns a dict from name and shape to bytes, for the tensors that the layer keeps without its input norm."""
+    """Returns a dict from name and shape to bytes, for tensors that the layer keeps, without its input norm."""
     moe, tokens, rows = config.moe, sizes.tokens / sizes.shards, routed_rows(config, sizes)
     reads_stream, copies = sizes.value == 4 or moe.shared_expert_ffn_hidden_size > 0, sizes.value == 2
     return {
@@ -89,9 +90,9 @@ def mixture_moments(config: Config, sizes: Sizes) -> dict[str, float]:
         "rows' gradients arrive": stream + (2 if sends(config) else 1) * of_rows,
         # Gradients of the rows, of the weighted activations [R, w] and of W_2 [experts, d, w].
         "experts' W_2's backward": stream + of_rows + inner + weight,
-        # Plain torch, in fp32 [R, w] each: the gradient of the weighted activations, and its products with the weights
-        # and with the activations. The first product in the working precision is in the memory of W_2's input.
-        # Fused: the gradient of SwiGLU's input [R, 2 w], and the gradient of the weighted activations.
+        # Plain torch: three fp32 tensors [R, w], the gradient of the weighted activations and its products with weights
+        # and with activations. W_2's input gives its memory to the first product in the working precision. Fused:
+        # gradients of SwiGLU's input [R, 2 w] and of the weighted activations.
         "weighting's backward": stream + (3 * 4 * rows * width if plain else 2 * inner),
         # Gradients of SwiGLU's input [R, 2 w], of the rows [R, d] and of W_1 [experts, 2 w, d]. All that SwiGLU kept
         # is freed.
@@ -114,8 +115,8 @@ def mixture_without_graph(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def worst_load_bytes(config: Config, sizes: Sizes, layers: float) -> float:
-    """Returns the bytes in addition to even loads that a rank needs if all tokens go to its experts. They are
-    the kept rows of `layers` layers, and the outputs of one layer, sorted by expert and by rank, 2 x [R, d]."""
+    """Returns the bytes that a rank needs, in addition to even loads, if all tokens go to its experts: the kept rows of
+    `layers` layers, and one layer's outputs, both sorted by expert and sorted by rank, 2 x [R, d]."""
     more = most_rows(config, sizes) - routed_rows(config, sizes)
     kept = sum(kept_by_experts(config, sizes, more).values())
     return layers * kept + 2 * sizes.value * more * sizes.hidden

@@ -52,9 +52,8 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) ->
 
 def _attention(config: Config, sizes: Sizes) -> Tensors:
     gsa, rms = config.gsa, 4 * sizes.tokens / sizes.shards
-    # Under context parallelism attention reads K and V of the whole sequence, which the core keeps. A recomputed core
-    # gathers them again. The fused G2 keeps the gated V in any case, and K shares its memory
-    # (fused/split_rotate_gate/op.py).
+    # Under context parallelism the attention core keeps K and V of the whole sequence, or gathers them again if it is
+    # recomputed. The fused G2 keeps the gated V in any case, and K shares its memory (fused/split_rotate_gate/op.py).
     reads_own = config.parallel.context == 1 or config.train.recompute == "selective"
     keeps_both = reads_own or (gsa.value_gate and fuses_heads(config))
     kept = {
@@ -98,8 +97,8 @@ def _attention(config: Config, sizes: Sizes) -> Tensors:
 
 
 def _gate_variants(config: Config, sizes: Sizes) -> Tensors:
-    """Returns what gates in plain torch keep: their input and the gate in fp32. If G1 (output gate) has another
-    form than in the paper, attention's output is also kept. Gates of the paper's form count where they act."""
+    """Returns what gates in plain torch keep: their input and the gate in fp32, and attention's output if G1 (output
+    gate) does not have the paper's form. Other functions count gates of the paper's form."""
     gsa = config.gsa
     gated = {"K of G3": gsa.key_gate * sizes.key_value, "Q of G4": gsa.query_gate * sizes.query}
     if gsa.output_gate and not has_paper_form(gsa):
@@ -161,9 +160,9 @@ def _kept_by_dense(config: Config, sizes: Sizes) -> Tensors:
 
 
 def _indexer(config: Config, phase: PhaseConfig, sizes: Sizes) -> Tensors:
-    """Returns the bytes of gradients of the indexer's queries, weights and keys, which the loss computes in the
-    forward pass. Selective recomputation also keeps the projections, of equal size, and keys of the whole sequence.
-    All are replicated over tensor-parallel ranks."""
+    """Returns what an indexer keeps: gradients of queries, weights and keys, computed by the loss in the forward pass.
+    Selective recomputation also keeps the projections, of equal size, and keys of the whole sequence. All are
+    replicated over tensor-parallel ranks."""
     gsa, train = config.gsa, config.train
     recomputes = train.recompute == "selective"
     if phase.train == "base" and not recomputes:

@@ -1,10 +1,10 @@
-"""List the moments of a step at which memory may peak, and the memory that each moment uses in addition to what layers
-keep.
+"""List moments of a step at which memory may peak, with each moment's memory in addition to what layers keep.
 
-The bytes of a moment are added to the memory that the stage's layers keep for the micro-batches in flight. Any part of
-this memory that is not yet allocated at the moment, or already freed, is subtracted. Only moments of the last layer of
-a stage are listed, because the layers keep less memory while an earlier layer runs. Projections, norms and sums are
-left out, because the memory did not peak there in any trace.
+The bytes of a moment are added to what the stage's layers keep for the micro-batches in flight. Kept memory that is not
+yet allocated at this moment, or already freed, is subtracted.
+
+Only moments of a stage's last layer are listed, because the layers keep less while an earlier layer runs. Projections,
+norms and sums are left out, because memory did not peak there in any trace.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _feed_forward_backward(config: Config, sizes: Sizes) -> dict[str, float]:
 
 
 def _selecting(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of scores and a selection in the forward pass. linear_proj's input [L, B, q] does not exist
-    yet."""
+    """Returns the bytes of scores and a selection in the forward pass, less linear_proj's input [L, B, q], which does
+    not exist yet."""
     return _indexed(config, sizes) + selecting_bytes(config, sizes) - sizes.bytes(sizes.query)
 
 
@@ -75,8 +75,8 @@ def _learning(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
 
 
 def _indexed(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of the indexer's queries and weights [B, L, H_I (d_I + 1)] and keys [B, Lw, d_I]. If the
-    gates' projection keeps only the gathered input, the normed input [L / shards, B, d] is added."""
+    """Returns the bytes of the indexer's queries and weights [B, L, H_I (d_I + 1)] and keys [B, Lw, d_I], and of the
+    normed input [L / shards, B, d] if the gates' projection keeps only the gathered input."""
     gsa = config.gsa
     queries = sizes.bytes(gsa.indexer_heads * (gsa.indexer_dim + 1))
     keys = sizes.value * sizes.all_tokens * gsa.indexer_dim
@@ -138,9 +138,10 @@ def _without_graph(
 
 
 def embedding_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes in use at the end of a micro-batch's backward pass, when no activation is left: the gradient of
-    the embedding's weight, [V / tp, d], and three copies of the gradient of its output, sharded [L / shards, B, d],
-    gathered [L, B, d] and transposed [B, L, d]."""
+    """Returns the bytes in use at the end of a micro-batch's backward pass, when no activation is left:
+    - the gradient of the embedding's weight, [V / tp, d];
+    - the gradient of its output: sharded [L / shards, B, d], gathered [L, B, d] and transposed [B, L, d].
+    """
     vocabulary = config.model.vocab_size / config.parallel.tensor
     return sizes.value * vocabulary * sizes.hidden + sizes.stream + sizes.gathered + sizes.bytes(sizes.hidden)
 

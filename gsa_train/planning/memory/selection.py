@@ -19,8 +19,8 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of a row chunk's scores, fp32 [B, rows, Lw]. Key lists that are made from packed masks add two
-    chunks' masks, and the lists before they are joined."""
+    """Returns the temporary bytes of selecting: one row chunk's scores, fp32 [B, rows, Lw]. If key lists are made from
+    packed masks, two chunks' masks and the lists before they are joined are added."""
     scores = min(4 * sizes.pairs_of_chunk, limits.SELECTION_CHUNK_BYTES)
     if not gathers(config):
         return scores
@@ -33,9 +33,10 @@ def selecting_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: float) -> float:
-    """Returns the additional bytes while these queries' key lists are built, chunk by chunk. These are the scores of
-    queries with few keys, two packed masks, and the larger of two numbers: the candidates of queries without a list
-    yet, or all lists before they are joined."""
+    """Returns the temporary bytes while these queries' key lists are built, chunk by chunk:
+    - scores of queries with few keys, and two packed masks;
+    - the larger of two: candidates of queries without a list yet, or all lists before they are joined.
+    """
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
@@ -45,8 +46,8 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
     scored, guessed = turn - queries.start, queries.end - turn
     scores = min(4 * batch * scored * turn, limits.SELECTION_CHUNK_BYTES)
     chunk = min(guessed, limits.SELECTION_CHUNK_BYTES // (limits.CANDIDATE_BYTES * batch * room))
-    # Each query has a score and a key per candidate. Earlier it has the scores of one key in 32, and two sums for each
-    # program's keys.
+    # Each query has a score and a key per candidate, and before that the scores of one key in 32. It also has two sums
+    # for each program's keys.
     program_keys = limits.SCORED_KEYS[sizes.value]
     candidates = (
         batch * chunk * (max(limits.CANDIDATE_BYTES * room, queries.end / 8) + 8 * queries.end / program_keys)
@@ -57,18 +58,17 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 
 
 def attending_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of the backward pass over a selection.
+    """Returns the bytes of the backward pass over a selection. sizes.py defines the symbols of the shapes.
 
-    sizes.py defines the symbols of the shapes.
+    Packed masks need the gradients of K and V (2 x [B, Lw, kv]), partial sums of these gradients, and the transposed
+    mask.
 
-    With packed masks, the backward pass needs the gradients of K and V (2 x [B, Lw, kv]), partial sums of these
-    gradients, and the transposed mask.
-
-    With key lists, the backward pass needs partial gradients of K and V, [list entries, 2 d_k]. It processes as many
-    key-value heads at a time as fit into GATHERED_GRADIENT_BYTES. If one head needs more bytes, the tiles of the head
-    are processed in parts. The backward pass also needs an index for each list entry, and for each key the sum of its
-    partial gradients, fp32 [B, Lw, n_kv, 2 d_k]. If several programs share a list, they store partial gradients of Q.
-    These are freed before the final gradients of K and V are allocated, so only the larger of the two counts.
+    Key lists need:
+    - partial gradients of K and V, [list entries, 2 d_k], for the key-value heads that fit into GATHERED_GRADIENT_BYTES
+      at a time (if one head does not fit, for a part of its tiles);
+    - an index for each list entry;
+    - the sum of each key's partial gradients, fp32 [B, Lw, n_kv, 2 d_k];
+    - the larger of two: partial gradients of Q (if several programs share a list), or final gradients of K and V.
     """
     keys = key_gradients(sizes)
     if not gathers(config):
@@ -90,8 +90,8 @@ def key_gradients(sizes: Sizes) -> float:
 
 
 def _key_parts(config: Config, sizes: Sizes) -> float:
-    """Returns the bytes of K's and V's gradients by part of the query heads, before the parts are summed. They are
-    fp32, 2 x [parts, B, keys, kv], for the largest chunk of queries."""
+    """Returns the bytes of the partial gradients of K and V, one for each part of the query heads: fp32, 2 x
+    [parts, B, keys, kv], for the largest chunk of queries."""
     model, batch = config.model, config.train.micro_batch_size
     heads, group = round(sizes.key_value / model.head_dim), model.num_heads // model.num_kv_heads
 
@@ -104,8 +104,8 @@ def _key_parts(config: Config, sizes: Sizes) -> float:
 
 
 def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
-    """Returns the bytes of the indexer loss for one chunk of queries. They include target and partial gradients of
-    the queries that the loss processes at a time."""
+    """Returns the bytes of the indexer loss for one chunk of queries, with target and partial gradients of the queries
+    that the loss processes at a time."""
     gsa = config.gsa
     if phase.train == "base":
         return 0.0
@@ -137,8 +137,8 @@ def loss_key_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def gathered_heads(sizes: Sizes) -> float:
-    """Returns the bytes for all tensor-parallel ranks and one chunk of queries: Q [B, L / chunks, q tp],
-    K [B, Lw, kv tp], and log-sum-exps, fp32 [B, n_h tp, L / chunks]."""
+    """Returns the bytes gathered from all tensor-parallel ranks for one chunk of queries: Q [B, L / chunks, q tp], K
+    [B, Lw, kv tp], and log-sum-exps, fp32 [B, n_h tp, L / chunks]."""
     if sizes.tensor == 1:
         return 0.0
     queries = sizes.tokens / sizes.query_chunks * sizes.tensor * (sizes.value * sizes.query + 4 * sizes.heads)

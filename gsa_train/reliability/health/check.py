@@ -56,8 +56,8 @@ def _node() -> str:
 
 
 def check_presence() -> None:
-    """Check that this rank's GPU exists and answers. Call this before the ranks join, because they would wait for a
-    bad GPU.
+    """Check that this rank's GPU exists and answers. Call this before the ranks join a process group, because the join
+    would wait for a bad GPU.
 
     Raises:
         UnhealthyDevice: the GPU is lost or fails at once; raised on this rank only.

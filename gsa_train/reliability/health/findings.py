@@ -50,7 +50,8 @@ class Exchange:
         """Share this rank's finding. Returns the findings of all ranks, with the same faults on each rank.
 
         Args:
-            at_first: called with the findings on one rank before any other rank has them, because a rank may end then.
+            at_first: called with all findings, on the first rank that has them. Other ranks get the findings
+                afterwards, because they may then end the job.
 
         Raises:
             RuntimeError: neither the first nor the last rank answers.
@@ -85,17 +86,17 @@ class Exchange:
 
 
 def nodes_of_bad_devices(findings: Sequence[Finding]) -> list[str]:
-    """Returns the nodes with bad devices, each once. If there are several nodes and all are bad, returns none. The
-    cause is then probably the driver or the check, and excluding nodes would not help."""
+    """Returns the nodes with bad devices, each once. If all of several nodes are bad, returns none, because the cause
+    is then probably the driver or the check, and excluding nodes would not help."""
     named = list(dict.fromkeys(each.node for each in findings if each.faults))
     nodes = {each.node for each in findings}
     return [] if len(named) == len(nodes) > 1 else named
 
 
 def nodes_of_bad_links(findings: Sequence[Finding]) -> list[str]:
-    """Returns the nodes that explain all bad links of the ring, each once, or none if these are all nodes. Each rank
+    """Returns the nodes at fault for bad links in the ring of ranks, or none if these would be all nodes. Each rank
     reports the link from the previous rank. If both links of a node are bad, that node is at fault and its neighbours
-    are not. For a single bad link, both ends are named."""
+    are not. If only one link is bad, both of its ends are named."""
     nodes = [each.node for each in findings]
     links = [{nodes[rank - 1], nodes[rank]} for rank, each in enumerate(findings) if each.faults]
     counts = Counter(node for link in links for node in link)

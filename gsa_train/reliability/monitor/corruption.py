@@ -7,8 +7,8 @@ Two checks run at the intervals of `monitor`:
 
 Both checks are exact, because configs with nondeterministic kernels are refused (gsa_train.config.monitor).
 
-The first check misses an error that is the same in both passes. The second check misses an error that is the same in
-all replicas. Both checks miss an error in a shard of the distributed optimizer, because the shard has no replica.
+The repeated pass misses an error that is the same in both passes. The comparison of replicas misses an error that is
+the same in all replicas. Both miss an error in a shard of the distributed optimizer, which has no replica.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class CorruptionCheck:
     def compare_replicas(self, step: int, saves: bool) -> None:
         """Compare the replicas' weights if the step is due for a check or will be saved.
 
-        Call this after the forward pass has gathered the weights, and before the update. Before an unplanned save, call
-        it inside `PhaseOptimizer.whole_weights`.
+        Call this between the forward pass, which gathers the weights, and the update. Before an unplanned save, call
+        this inside `PhaseOptimizer.whole_weights`.
 
         Raises:
             CorruptionFound: replicas differ, and `monitor.on_corruption` is stop.

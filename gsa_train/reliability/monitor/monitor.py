@@ -1,9 +1,8 @@
 """Act on the verdicts about steps, on the host: count spikes, log events, and apply the policy `monitor.action`.
 
-The device judges a step and skips its update if needed (spikes.py), before the host knows the verdict. The host reads
-the verdict READ_DELAY_STEPS steps later, so that it does not wait for the device. But if a step is logged or saved, the
-host first reads all verdicts up to this step. All ranks therefore read a verdict, and act on it, at the same step. If
-the run is repeated, they act at the same step again.
+The device judges a step and, if needed, skips its update (spikes.py). The host reads the verdict READ_DELAY_STEPS steps
+later, so that it does not wait for the device. Before a step is logged or saved, the host reads all verdicts up to this
+step. All ranks thus act on a verdict at the same step, also if the run is repeated.
 
 Flagged steps belong to the same spike if fewer than SPIKE_GAP_STEPS unflagged steps lie between them.
 """
@@ -29,7 +28,8 @@ READ_DELAY_STEPS = 2
 """Delay in steps before a verdict is read. The device lags the host by at most this delay, so a read does not wait."""
 SPIKE_GAP_STEPS = 10
 SCORE_STEPS, SCORE_SIGMAS = 128, 6.0
-"""OLMo-core's SpikeScore: share of steps with a loss or gradient norm SCORE_SIGMAS above the mean of SCORE_STEPS."""
+"""OLMo-core's SpikeScore: share of steps whose loss or gradient norm is SCORE_SIGMAS standard deviations above the mean
+of SCORE_STEPS."""
 
 
 class MonitorStop(RuntimeError):

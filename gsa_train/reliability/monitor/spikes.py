@@ -4,9 +4,9 @@ A step's loss and gradient norm over the global batch are compared with their va
 The gradient norm is compared by its logarithm, because the noise of the norm is multiplicative and has a long tail. The
 verdict masks the update on the device, and the host reads the verdict later (monitor.py).
 
-A large gradient with a usual loss mostly comes from a short stretch of unusual text. If the gradient is clipped, the
-step is therefore flagged only in three cases: the norm exceeds a higher limit, the norm stays large for several steps,
-or the loss also rises.
+A large gradient with a usual loss mostly comes from a short stretch of unusual text. A step with a clipped gradient is
+therefore flagged only in three cases: the norm exceeds a higher limit, the norm stays large for several steps, or the
+loss also rises.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from gsa_train.config import MonitorConfig
 
 RECENT_STEPS = 32
-"""Steps of the short median, which follows a falling loss. It follows a spike only after half this number of spiking
-steps."""
+"""Steps of the short median, which follows a falling loss. A spike changes this median only if it lasts for half of
+these steps."""
 LAGS_STEPS = (8, 32)
-"""Lags of the differences that estimate the noise. The larger estimate counts. Over 8 steps a trend adds
-little. The lag of 32 is for lanes with long documents, which make nearby batches similar."""
+"""The noise is estimated from differences over these lags, and the larger estimate counts. Over 8 steps a trend adds
+little. The lag of 32 is needed because long documents make nearby batches similar."""
 TOGETHER = 2 / 3
-"""If loss and gradient norm both rise in a step, this share of their single limits makes a spike. A rise of only one of
+"""If loss and gradient norm rise in the same step, their limits are multiplied by this factor. A rise of only one of
 the two often has harmless causes, such as a rare document."""
 ALONE = 2.0
-"""If the gradient is clipped, the limit for the rise of the norm's logarithm is multiplied by this factor. By default
-the limit is then 16 times the usual norm. In recorded runs text caused less than this, and a wrong exponent bit causes
-more."""
+"""If the gradient is clipped, the limit for the rise of the norm's logarithm is multiplied by this factor. By default,
+a norm is then a spike above 16 times the usual norm. In recorded runs, text caused smaller norms. A wrong exponent bit
+causes larger norms."""
 FOLLOWS_STEPS = 10
 """Number of steps, from the step of a large gradient on, in which this gradient may affect the loss. AdamW's momentum
 lasts 1 / (1 - beta 1) steps."""
@@ -53,8 +53,8 @@ class Row:
     """Loss in nats per scored token of the global batch."""
     grad_norm: float
     loss_limit: float
-    """The limit that the loss exceeds. If the loss exceeds none, the limit of a single step. Infinite while the history
-    is too short."""
+    """The limit that the loss exceeds, or the limit of a single step if it exceeds none. Infinite while the history is
+    too short."""
     grad_norm_limit: float
     loss_spikes: bool
     grad_norm_spikes: bool
@@ -142,15 +142,15 @@ class SpikeDetector:
         return Row(loss, grad_norm, loss_limit, norm_limit, loss_spikes, norm_spikes, finite, applied)
 
     def _limits(self) -> torch.Tensor:
-        """Returns four limits of the next step, fp32 [4, signal]: for one step alone, for a lasting rise, for a
-        rise of loss and norm together, and for one clipped step alone. A limit is median + max(sigmas * deviation,
-        least rise).
+        """Returns four limits of the next step, fp32 [4, signal]: for one step alone, for a lasting rise, for a rise of
+        loss and norm together, and for one clipped step alone. A limit is median + max(sigmas * deviation, least rise).
 
-        The median is the smaller of two: the median over the whole window, and the median over the last 32 steps. While
-        the loss falls, the median over the last 32 steps is smaller, so the limits follow the loss. While the loss
-        rises slowly, the median over the window is smaller, so the limits stay low. The deviation is the larger of two:
-        the median absolute deviation of the changes over 8 steps, and of the changes over 32 steps. Neither a trend
-        nor an earlier spike increases the deviation.
+        The median is the smaller of the medians over the whole window and over the last 32 steps. While the loss falls,
+        the median over 32 steps is smaller, so the limits follow the loss. While the loss rises slowly, the median over
+        the window is smaller, so the limits stay low.
+
+        The deviation is the larger of the median absolute deviations of changes over 8 steps and over 32 steps. Neither
+        a trend nor an earlier spike increases the deviation.
         """
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:
