@@ -4,9 +4,9 @@
     python launch/export_hf.py --run runs/demo --out demo_hf
     python examples/dpo.py demo_hf --out demo_dpo
 
-Each pair has a prompt, the preferred answer and the rejected answer. Without `--pairs`, the pairs come from the bundled
-conversations, and the rejected answer is the answer of another conversation. With the demo's model, training takes
-about a minute on two CPU cores.
+Each pair has a prompt, a preferred answer and a rejected answer. Without `--pairs`, the pairs come from the bundled
+conversations, and the rejected answer comes from another conversation. With the demo's model, training takes about a
+minute on two CPU cores.
 """
 
 import argparse

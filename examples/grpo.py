@@ -4,20 +4,19 @@
     python launch/export_hf.py --run runs/demo --out demo_hf
     python examples/grpo.py demo_hf --out demo_grpo
 
-Supervised fine-tuning first teaches only the form of an answer: about half of its examples have a wrong answer. GRPO
-then samples several answers to each sum, and rewards the right ones. With the demo's model, training takes about a
+Supervised fine-tuning runs first. It teaches only the form of an answer, because about half of its answers are wrong.
+GRPO then samples several answers to each sum, and rewards the right ones. With the demo's model, training takes about a
 minute on two CPU cores.
 
-If a model has a chat template, it gets each sum as a question. The prompt then has `--shots` solved sums before the
-question. For example, with an instruct model on a GPU:
+A model with a chat template gets each sum as a user message, after `--shots` solved sums. For example, with an instruct
+model on a GPU:
 
     python examples/grpo.py sparse_135m --out grpo_135m --attention gsa --sft-steps 0 --steps 100 --lr 6e-5 \
         --largest 9 --shots 48
 
 The last line of the output is JSON with the mean reward in the first and last steps, the speed, and the memory. Its
 field `log_prob_changes` has the mean and the largest change of a token's log-probability between generation and
-scoring. Under `replayed`, scoring attends to the keys that generation selected. Under `not_replayed`, scoring selects
-its own keys.
+scoring: `replayed` if scoring uses the keys that generation selected, `not_replayed` if it selects keys again.
 """
 
 import argparse
@@ -53,7 +52,7 @@ class Sums:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def noisy_answers(self, count: int, share_right: float = 0.5) -> Dataset:
-        """Return sums with answers. About `share_right` of the answers are right."""
+        """Return `count` sums with answers. An answer is right with probability `share_right`, otherwise random."""
         rows = []
         for a, b in random.choices(self.pairs, k=count):
             right = random.random() < share_right
@@ -68,9 +67,9 @@ def is_right(completions: list[str], answer: list[int], **_: Any) -> list[float]
 
 
 def log_prob_changes(model: Any, tokenizer: Any, prompts: list[str], new: int = 64) -> dict[str, list[float]]:
-    """Generate `new` tokens after each prompt, and score them. Return the mean and the largest change of a token's
-    log-probability, once with the keys that generation selected (replayed), and once with keys that scoring selects
-    (not_replayed)."""
+    """Generate `new` tokens after each prompt, and score them by a forward pass. Return the mean and the largest change
+    of a token's log-probability. `replayed`: scoring uses the keys that generation selected. `not_replayed`: scoring
+    selects keys again."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     options: dict[str, Any] = {"do_sample": True, "min_new_tokens": new, "max_new_tokens": new}
     model.eval()

@@ -1,4 +1,4 @@
-"""Serve Gated Sparse Attention models in vLLM as a plug-in. vLLM calls `register` in each of its processes."""
+"""Serve Gated Sparse Attention models in vLLM. This is a vLLM plug-in: vLLM calls `register` in each process."""
 
 
 def register() -> None:

@@ -1,6 +1,6 @@
-"""Compute attention over vLLM's pages by kernels (kernels.py) or, one request after another, in plain torch.
+"""Compute attention over vLLM's KV-cache pages: by kernels (kernels.py), or in plain torch for each request in turn.
 
-Letters in shapes are as in pages.py.
+pages.py defines the letters of shapes.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from gsa_vllm.pages import PagedCache, PageMetadata, Request, has_kernels
 
 @dataclass
 class Step:
-    """What all layers of a step share."""
+    """Holds what all layers of one vLLM step share."""
 
     metadata: PageMetadata
     rotary: tuple[torch.Tensor, torch.Tensor]
@@ -58,7 +58,7 @@ def attend(
 def select(
     attention: GSAAttention, indexed: IndexedTokens, indexer_keys: PagedCache, request: Request
 ) -> torch.Tensor:
-    """Return the selection of a request's tokens, bool [1, t, n]."""
+    """Return which of a request's n keys each of its t tokens selects, bool [1, t, n]."""
     assert attention.indexer is not None
     queries, weights = indexed.queries[:, request.tokens], indexed.weights[:, request.tokens]
     scores = attention.indexer.scores(IndexedTokens(queries, indexer_keys.read(request), weights))

@@ -1,8 +1,8 @@
-"""Compute attention over vLLM's pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
+"""Compute attention over vLLM's KV-cache pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
 
-vLLM computes its requests in steps. In each step, the decoding requests come first, and share their kernel launches.
-For every other request, this module gathers the keys and runs the kernels of training. In shapes, B is the number of
-decoding requests. pages.py defines the other letters.
+Each step of vLLM processes tokens of several requests. The requests that decode come first in a step, and share their
+kernel launches. For each other request, this module gathers the keys and runs the training kernels. In shapes, B is the
+number of decoding requests. pages.py defines the other letters.
 """
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ def attend(
     caches: Caches,
     metadata: PageMetadata,
 ) -> torch.Tensor:
-    """Return the attention output [1, T, H, D] of the queries [1, H, T, D]. If the logits of gate G1 are
-    given, the output is multiplied by G1."""
+    """Return the attention output [1, T, H, D] of the queries [1, H, T, D], multiplied by the output gate G1 if its
+    `logits` are given."""
     out = q.new_zeros(q.transpose(1, 2).shape)
     gate = None if logits is None else logits.view(out.shape)
     if batch := len(metadata.lengths):
@@ -45,7 +45,7 @@ def attend(
 
 
 def new_decoding(attention: GSAAttention, keys: PagedCache, metadata: PageMetadata) -> LayerCache:
-    """Return the `LayerCache` that the layers share in decoding, with memory for a selection and for the kernels."""
+    """Return the `LayerCache` that all layers share in decoding. Its memory holds a selection and kernel workspace."""
     k, v = keys.key_and_value()
     batch, kv_heads, size = len(metadata.lengths), *k.shape[2:]
     nothing = new_selection(batch, 1, device=k.device)

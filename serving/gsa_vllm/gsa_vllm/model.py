@@ -1,5 +1,5 @@
-"""Define GSA models for vLLM. They run the layers of gsa_hf with the paged caches of vLLM. In shapes, T is the number
-of tokens in a step."""
+"""Define GSA models for vLLM: the layers of gsa_hf, with the paged caches of vLLM. In shapes, T is the number of tokens
+in a step."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -97,8 +97,8 @@ class GSAForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load all parameters and saved buffers. vLLM's own loader is not used, because it would ignore `variance_ema`,
-        and would not notice that a weight of a linear layer is missing."""
+        """Load all parameters and saved buffers. vLLM's own loader would ignore the buffer `variance_ema`, and would
+        not notice a missing weight of a linear layer."""
         places = self.state_dict(keep_vars=True)
         if self.config.tie_word_embeddings:
             places.pop("lm_head.weight")

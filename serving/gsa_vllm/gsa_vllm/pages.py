@@ -1,9 +1,10 @@
 """Define the paged caches of a layer, and the places of a step's tokens in these caches.
 
-A layer has its keys and values in one cache, and its indexer keys in another cache. vLLM puts all caches into one
-group, which has one block table. Prefix caching, chunked prefill and preemption therefore work for both caches. In
-shapes, T is the number of tokens in a step of vLLM, t is the number of these tokens that belong to one request, n is
-the number of keys of this request, and N is the number of tokens in a page.
+A layer has one cache for keys and values, and another for the indexer's keys. vLLM puts all caches into one group with
+one block table. Prefix caching, chunked prefill and preemption therefore work for both caches. Letters in shapes:
+
+    T: tokens in a step of vLLM                 n: keys of one request
+    t: tokens of one request in this step       N: tokens in a page
 """
 
 import os
@@ -36,7 +37,7 @@ class Request:
     length: int
     """n"""
     selection: Any = None
-    """bool [1, t, n], the keys that the indexer of this or an earlier layer selected, or a `Selection` with kernels"""
+    """keys that the indexer of this or an earlier layer selected: bool [1, t, n], or a `Selection` of the kernels"""
 
     @cached_property
     def causal(self) -> torch.Tensor:
@@ -48,11 +49,11 @@ class Request:
 @dataclass
 class PageMetadata(AttentionMetadata):
     requests: list[Request]
-    """all but the first B"""
+    """all requests except the B decoding requests"""
     slots: torch.Tensor
     """int64 [T], the slot of each token of the step: page * N + row in the page"""
     lengths: torch.Tensor
-    """int32 [B], number of keys of each of the B decoding requests. B is 0 without kernels."""
+    """int32 [B], number of keys of each decoding request. B is 0 without kernels."""
     block_table: torch.Tensor
     """int32 [B, pages]"""
     decoding: Any = None
@@ -75,7 +76,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
     ) -> PageMetadata:
         common, decoding, table = common_attn_metadata, 0, common_attn_metadata.block_table_tensor
         lengths = common.seq_lens
-        if has_kernels(lengths.device):  # which never wait for the device
+        if has_kernels(lengths.device):  # kernels never wait for the device
             decoding = split_decodes_and_prefills(common)[0]
             lengths = common.seq_lens_cpu_upper_bound
             assert lengths is not None
@@ -95,7 +96,7 @@ class PageMetadataBuilder(AttentionMetadataBuilder[PageMetadata]):
 
 
 class PageBackend(AttentionBackend):
-    """Caches name this backend themselves, because vLLM's choice for CPUs refuses sparse attention."""
+    """The backend that `PagedCache` names. vLLM's own choice for CPUs refuses sparse attention."""
 
     @staticmethod
     def get_name() -> str:
@@ -111,7 +112,7 @@ class PageBackend(AttentionBackend):
 
 
 class PagedCache(nn.Module, AttentionLayerBase):
-    """Holds rows [heads, width] of tokens in pages. vLLM finds the cache by name, and allocates by specification.
+    """Holds a row [heads, width] for each token, in pages. vLLM finds the cache by name, and allocates its memory.
 
     Args:
         kind: `FullAttentionSpec` if a row is a key and a value, `MLAAttentionSpec` if a row is only a key

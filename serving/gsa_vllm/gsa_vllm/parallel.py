@@ -1,7 +1,7 @@
 """Shard a layer of gsa_hf over tensor-parallel ranks by vLLM's parallel layers.
 
-Each rank has a share of the heads with their gates, of the MLP's channels, and of the experts. The indexer, the router
-and the norms are not divided. Every rank has all of them, so all ranks select the same keys.
+The heads with their gates, the MLP's channels, and the experts are divided among the ranks. Every rank has the whole
+indexer, router and norms, so all ranks select the same keys.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Refuse what the plug-in cannot run, before vLLM starts an engine."""
+"""Refuse configurations that the plug-in cannot run, before vLLM starts an engine."""
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -21,7 +21,7 @@ def check_version(version: str) -> None:
 
 
 class CheckedConfig(VerifyAndUpdateConfig):
-    """Checks the configuration of a GSA model when vLLM makes it."""
+    """Checks vLLM's configuration of a GSA model when vLLM creates it."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

@@ -10,7 +10,7 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
-# Triton interprets functions that are defined while this variable is set. The import below defines Triton's own
+# Triton interprets only functions that are defined while TRITON_INTERPRET is set. The import below defines Triton's own
 # functions. test_kernels.py sets the variable again for our kernels.
 os.environ["TRITON_INTERPRET"] = "1"
 import triton  # noqa: F401

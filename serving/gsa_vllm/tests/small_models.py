@@ -46,12 +46,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 NEW_TOKENS = 24
 REPETITION_PENALTY = 1e3
-"""Lets no token occur twice in a prompt and its continuation. Repeated tokens would have equal scores in the first
-layer, and rounding would select between them."""
+"""So high that no token occurs twice in a prompt and its continuation. Repeated tokens would have equal scores in the
+first layer, and rounding would decide which of them is selected."""
 
 
 def save_model(folder: Path, options: dict[str, Any]) -> str:
-    """Save a random model. Its biases and `variance_ema`, which are 0 at first, get values that matter."""
+    """Save a random model. Biases and `variance_ema` get values other than 0, so that they influence the output."""
     torch.manual_seed(11)
     model = gsa_hf.GSAForCausalLM(gsa_hf.GSAConfig(**{**SIZES, **options}))
     for name, tensor in model.state_dict().items():
@@ -72,7 +72,7 @@ MIXED_LENGTHS = prompts(7, 33, 90, 150)
 
 
 def by_transformers(folder: str, batch: list[list[int]]) -> tuple[list[list[int]], torch.Tensor]:
-    """Return the greedy tokens, and the log-probabilities of the tokens of all prompts after their first."""
+    """Return the greedy tokens, and the log-probabilities of all prompt tokens except the first of each prompt."""
     model = gsa_hf.GSAForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens, log_probs = [], []
     for prompt in batch:
@@ -88,8 +88,7 @@ def by_transformers(folder: str, batch: list[list[int]]) -> tuple[list[list[int]
 
 @contextmanager
 def engine(folder: str, **options: Any) -> Iterator[LLM]:
-    """Start vLLM with pages of 32 tokens and at most 48 tokens per step, so that it divides long prompts into several
-    chunks."""
+    """Start vLLM with pages of 32 tokens. A step has at most 48 tokens, so long prompts are divided into chunks."""
     defaults = {
         "dtype": "float32",
         "skip_tokenizer_init": True,
@@ -117,7 +116,7 @@ def tokens_of(outputs: list[Any]) -> list[list[int]]:
 
 
 def log_probs_of(outputs: list[Any]) -> torch.Tensor:
-    """Return the log-probabilities of the tokens of all prompts after their first."""
+    """Return the log-probabilities of all prompt tokens except the first of each prompt."""
     found = []
     for output in outputs:
         pairs = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)

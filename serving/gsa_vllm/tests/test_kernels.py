@@ -28,7 +28,7 @@ BATCH = prompts(7, 70)
 def test_kernels_equal_transformers(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels equal transformers in steps with a decoding request and a chunk of a prompt, or two decoding requests."""
+    """The steps have one decoding request and a chunk of a prompt, or two decoding requests."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # before the first import of a kernel
     from gsa_vllm import kernels
 

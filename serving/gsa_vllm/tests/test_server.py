@@ -1,4 +1,4 @@
-"""Tests that launch/serve.py starts a server for eight simultaneous clients, which survives a client that hangs up."""
+"""Tests that the server of launch/serve.py answers eight simultaneous clients after another client has hung up."""
 
 import json
 import socket

@@ -26,8 +26,7 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_and_log_probabilities_equal_transformers(name: str, tmp_path: Path) -> None:
-    """vLLM and transformers agree for prompts of mixed lengths with chunked prefill, and again with a warm prefix
-    cache."""
+    """Prompts have mixed lengths and chunked prefill. The second call finds them in the prefix cache."""
     folder = save_model(tmp_path, VARIANTS[name])
     tokens, log_probs = by_transformers(folder, MIXED_LENGTHS)
     with engine(folder) as llm:
@@ -51,7 +50,7 @@ def test_a_preempted_request_gets_the_same_tokens(paper: str) -> None:
 
 
 def test_tokens_differ_without_selection(paper: str) -> None:
-    """Without selection the tokens differ, so the test above would notice attention to all keys."""
+    """If vLLM attends to all keys, its tokens differ, so the tests of equal tokens would notice a missing selection."""
     with engine(paper, hf_overrides={"dense_below": 10_000}) as llm:
         outputs = by_vllm(llm, MIXED_LENGTHS)
     wanted = by_transformers(paper, MIXED_LENGTHS)[0]
