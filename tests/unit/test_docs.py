@@ -98,8 +98,8 @@ def test_each_row_of_the_frontier_has_numbers_and_their_commits() -> None:
 
 def test_the_code_tour_names_every_file_once_in_the_row_of_its_folder() -> None:
     """All sections of the config are one item of its row."""
-    rooms = (ROOT / "docs/code.md").read_text().partition("## Rooms")[2]
-    rows = dict(re.findall(r"^\| `([\w/]+)/` \| (.+) \|$", rooms, re.MULTILINE))
+    folders = (ROOT / "docs/code.md").read_text().partition("## Folders")[2]
+    rows = dict(re.findall(r"^\| `([\w/]+)/` \| (.+) \|$", folders, re.MULTILINE))
     sections = {"sections.py", *(f"{field.name}.py" for field in fields(Config))}
     named, there = {}, {}
     for package in ("gsa_train", "gsa_eval", "gsa_study", "gsa_hf"):
