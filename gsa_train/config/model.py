@@ -17,8 +17,8 @@ class RopeScalingConfig:
     """Has the fields of transformers' `rope_parameters`."""
 
     rope_type: Literal["default", "yarn"] = "default"
-    """`default`: no scaling. `yarn`: YaRN (arXiv 2309.00071), for longer sequences than in earlier training. It slows
-    channels of a head down by `factor` if they rotate less than `beta_slow` times within the original length."""
+    """`default`: no scaling. `yarn`: YaRN (arXiv 2309.00071) extends a trained model to longer sequences. It slows
+    down, by `factor`, channels of a head that rotate less than `beta_slow` times within the original length."""
     factor: float = 1.0
     """New length divided by the original length, 1 or more."""
     original_max_position_embeddings: int = 0
