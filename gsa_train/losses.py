@@ -2,7 +2,7 @@
 
 To add an objective, add a function to OBJECTIVES, and choose it by `train.objective`. `train.z_loss_coeff` adds a
 z-loss. Validation uses cross-entropy alone. The indexer (which selects the keys of a query) has a loss in each layer.
-It enters the backward pass (distributed/loss_injection.py) with the factor `indexer_kl_grad_scale`.
+This loss enters the backward pass (distributed/loss_injection.py) with the factor `indexer_kl_grad_scale`.
 
 This module does not import torch, so a config's objective is checked before torch is loaded.
 """
@@ -105,8 +105,7 @@ def masked_loss(
 
 
 def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -> torch.Tensor:
-    """Return the factor for each micro-batch's summed loss, with which a step's loss is the mean over its scored
-    tokens.
+    """Return the factor that turns a micro-batch's summed loss into its share of the step's mean loss per scored token.
 
     megatron-core's schedule divides the loss by the number of micro-batches (`count`), and multiplies it by the
     context-parallel size. The schedule also averages gradients over context- and data-parallel ranks. The factor

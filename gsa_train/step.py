@@ -85,7 +85,7 @@ def train_step(
     rejects the step, or if the loss or gradient is not finite, model and optimizer stay unchanged.
 
     With megatron-core's optimizer and without corruption checks, the host waits for a GPU only in these cases:
-    - in the first step that measures;
+    - in the first step that measures attention;
     - in the step that captures a CUDA graph;
     - in every step, if experts are sharded or have a capacity, because the host then needs their token counts.
 

@@ -115,8 +115,8 @@ def newer_than(checkpoint: Path) -> list[Path]:
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Returns `folder` if it is a complete checkpoint, else the checkpoint that `latest` names in the folder or in its
-    subfolder `checkpoints`.
+    """Returns `folder` if it is a complete checkpoint, else the checkpoint that the file `latest` names, in the folder
+    or in its subfolder `checkpoints`.
 
     Without `latest`, returns the newest complete checkpoint, or None.
 

@@ -80,8 +80,8 @@ def read_metadata(checkpoint: Path) -> Metadata:
     """Read torch's metadata file, which says where each tensor is.
 
     Raises:
-        RefusedContent: the file is damaged, asks for a class that `CLASSES` lacks, or points outside the folder or a
-            file.
+        RefusedContent: the file is damaged, asks for a class that `CLASSES` lacks, or points outside the folder or past
+            the end of a file.
     """
     with (checkpoint / TORCH_METADATA).open("rb") as file:
         try:

@@ -18,7 +18,7 @@ RESERVED_BLOCK_BYTES = 1 << 28
 """Smallest block that `reserve` pins before a save. The CUDA driver is locked while a block is pinned."""
 PAUSE_OVER_BLOCK = 4.0
 """Pause after pinning a block, as a multiple of the time that the pinning took. Pinning locks the CUDA driver, so
-without pauses a run's first step could not load its kernels until the last block."""
+without pauses a run's first step could not load its kernels until the last block is pinned."""
 
 
 class HostMemory:

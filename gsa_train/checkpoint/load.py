@@ -124,9 +124,10 @@ def load_checkpoint(
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
     Args:
-        with_optimizer: True within a phase: load the whole optimizer. The config's parallel.distributed_optimizer,
-            parallel.strategy, train.precision and learning-rate multipliers may differ from the checkpoint's. False at
-            the start of the next phase: load only fp32 weights that both phases train. Moments start fresh.
+        with_optimizer: True within the checkpoint's phase: load the whole optimizer. The config's
+            parallel.distributed_optimizer, parallel.strategy, train.precision and learning-rate multipliers may differ
+            from the checkpoint's. False at the start of the next phase: load only fp32 weights that both phases train.
+            Moments start fresh.
         unchecked: files with tensors to check while they are read; None if they were checked.
 
     Raises:
@@ -159,8 +160,8 @@ def load_main_weights(
     Call this after `load_weights` has filled the model.
 
     Returns:
-        Parameters whose weights differ from the model's weights. If there are any, the optimizer starts
-        from the model's weights.
+        Parameters whose fp32 weights differ from the model's weights. If there are any, the optimizer starts from the
+        model's weights.
     """
     others = _fill(checkpoint, model, phase_optimizer, parallel, weights=False, moments=False)
     if others:

@@ -1,7 +1,7 @@
 """Save and load optimizer state for any parallel layout, as `optimizer.state.KIND.NAME` in the parameter's whole shape.
 
 Each rank writes and reads only its own shards (`StatePart`), without additional memory. megatron-core 0.16.1 has no
-such format: `fully_reshardable` gathers all shards in the host memory of every data-parallel rank, and the other
+such format. Its `fully_reshardable` gathers all shards in the host memory of every data-parallel rank. Its other
 formats cannot be loaded after a change of the tensor-parallel or pipeline-parallel size.
 
 megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). The optimizer's shard of

@@ -9,7 +9,7 @@ A save has four parts, and only one save runs at a time:
    checkpoints.
 
 The plan, the file format and the metadata come from megatron-core, but its asynchronous save is not used: it forks the
-trainer to write, waits for ever if such a process is killed, and leaves a manager process after a SIGKILL of the rank.
+trainer to write, waits for ever if the fork is killed, and leaves a manager process after a SIGKILL of the rank.
 Threads are used instead, because they end with the process, and because torch releases the GIL while it writes.
 """
 

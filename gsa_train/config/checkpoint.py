@@ -26,14 +26,14 @@ class CheckpointConfig:
     verify: Literal["full", "sizes"] = "full"
     """What a resume checks of a checkpoint. `full`: size and checksum of every file. `sizes`: sizes only."""
     initial_weights: str = ""
-    """Folder of a checkpoint, or of a run (for its newest checkpoint), from which to take the weights at step 0.
-    Learning-rate schedules start again, and by default also optimizer state and text (`initial_state`, `initial_text`).
-    Sequence length, rotary embedding, key budgets and phases may differ from the checkpoint's, and gates and indexer
-    may be new. Empty: random weights."""
+    """Folder of a checkpoint, or of a run (for its newest checkpoint), with the weights for step 0. Learning-rate
+    schedules start again, and by default also optimizer state and text (`initial_state`, `initial_text`). Sequence
+    length, rotary embedding, key budgets and phases may differ, and gates and indexer may be new. Empty: random
+    weights."""
     initial_text: Literal["fresh", "continue"] = "fresh"
-    """With `initial_weights`, where reading of the text begins. `continue`: where the checkpoint's run stopped. Text,
+    """With `initial_weights`, where the text begins. `continue`: where the checkpoint's run stopped reading. Text,
     tokenizer and `data.seed` must then be the same."""
     initial_state: Literal["fresh", "continue"] = "fresh"
     """With `initial_weights`, the optimizer state. `continue`: take state, step count and position in the text from the
-    checkpoint, for example for a cool-down. Its phase must have trained the same parameters as the first phase here,
-    with the same `train.optimizer`."""
+    checkpoint, for a cool-down. Its phase must have trained the same parameters as the first phase here, with the same
+    `train.optimizer`."""

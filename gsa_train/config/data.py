@@ -9,13 +9,12 @@ from typing import Literal
 @dataclass(frozen=True)
 class DataConfig:
     train_dir: str = "data/sample/train"
-    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. Text is read from all `*.jsonl`,
-    `*.jsonl.zst`, `*.jsonl.gz` and `*.parquet` files below it, or from C4's `*.json.gz` if there are none. Tokens in
-    megatron-core's format (`*.bin` and `*.idx`, as `prepare.py tokens` writes) must lie in the folder itself, or in one
-    sub-folder for each source."""
+    """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. All `*.jsonl`, `*.jsonl.zst`,
+    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. Megatron-core's `*.bin` and
+    `*.idx` (from `prepare.py tokens`) lie in the folder or in one sub-folder per source."""
     validation_dir: str = "data/sample/validation"
     """Folder or address of the validation text, in the formats of `train_dir`. The set is named `validation`. Ignored
-    if `validation_sets` names any set."""
+    if `validation_sets` is set."""
     validation_sets: dict[str, str] = field(default_factory=dict)
     """Several validation sets, `name: folder`, which replace `validation_dir` and are scored separately. A name has
     letters, digits and _. Only the first set is used for `validation_loss`, attention statistics and n-gram
@@ -26,19 +25,19 @@ class DataConfig:
     """Token that ends each document. Empty: sentencepiece's EOS, or `</s>`, `<|endoftext|>`, ... of a
     tokenizer.json."""
     format: Literal["text", "chat"] = "text"
-    """What a line of the data files holds. `text`: a document. `chat`: a conversation (field `messages`), of which only
-    the assistant's tokens are trained on. It needs the pip extra `hf`. Fixed for a run."""
+    """What a line of the data files holds. `text`: a document. `chat`: a conversation (field `messages`), where only
+    the assistant's tokens have a loss. Needs the pip extra `hf`. Fixed for a run."""
     chat_template: str = ""
     """Jinja template (file or fsspec address) that turns a conversation into text. Empty: `chat_template.jinja`, or the
     template in `tokenizer_config.json`, in the folder of `tokenizer`. Fixed for a run."""
     text_field: str = "text"
     """Field of JSON lines, or column of Parquet, that holds a document's text. Fixed for a run."""
     seed: int = 0
-    """Seed of the order of shards and documents, and of which documents a source weight leaves out."""
+    """Seed of the order of shards and documents, and of the choice of documents for source weights."""
     num_lanes: int = 8
-    """Number of lanes: streams of documents that take turns to fill sequences, so that the order does not depend on the
-    number of ranks. Fixed for a run. Reading is cheapest at a multiple of ranks x workers. Otherwise several readers
-    read the same lane."""
+    """Number of lanes: streams of documents that take turns to fill sequences, so that the order is the same for any
+    number of ranks. Fixed for a run. Choose a multiple of ranks x workers. Otherwise several readers read each shared
+    lane."""
     shuffle_documents: bool = True
     """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
@@ -70,8 +69,8 @@ class DataConfig:
     read_retries: int = 5
     """Number of retries of a read that failed or timed out, after 0.5, 1, 2, 4, ... seconds."""
     read_timeout_seconds: float = 60.0
-    """Seconds after which a read, an opening or a listing without an answer has failed. All tries together must take
-    less than `parallel.timeout_minutes`. If a reader process hangs, the run ends a minute after the last try should
+    """Seconds without an answer after which opening, reading or listing files has failed. All tries together must take
+    less than `parallel.timeout_minutes`. If a reader process hangs, the run ends a minute after its last try should
     have ended."""
 
     @property

@@ -66,7 +66,6 @@ def check_initial_weights(config: Config) -> list[str]:
 
 
 def check_tasks(config: Config) -> list[str]:
-    """Check request files."""
     tasks = {f"evaluate.tasks.{number}": task for number, task in enumerate(config.evaluate.tasks)}
     return _answers([_Question(task_problems, *each) for each in tasks.items()], config.data)
 

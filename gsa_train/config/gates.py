@@ -19,13 +19,13 @@ FORM = {
 }
 """Maps fields of `gsa` to their values for the paper's gates."""
 ON_HEADS = ("value", "output", "key", "query")
-"""Gates on heads (G2, G1, G3, G4), in the order of their rows in the layer's gate projection. `value` is the gate of
-the field `value_gate`."""
+"""Gates on heads, in the order of their rows in the layer's gate projection: G2, G1, G3, G4. `value` is the gate of the
+field `value_gate`."""
 POSITIONS = (*ON_HEADS, "projection")
 """All gates: ON_HEADS, and G5, which acts on the output projection and has a separate module."""
 COMPATIBLE_WITH_FUSED = ("value", "output", "projection")
-"""Gates that allow the fused kernel for the split of QKV and the rotary embedding. The kernel applies G2 and splits off
-G1's logits. G5 acts after attention."""
+"""Gates that allow the fused kernel for the split of QKV and the rotary embedding. The kernel applies the value gate
+G2, and splits off the logits of the output gate G1. G5 acts after attention."""
 
 
 def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> dict[str, int]:

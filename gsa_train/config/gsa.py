@@ -40,8 +40,8 @@ class GSAConfig:
     gate_bias_init: float = 0.0
     """Initial bias b of all gates. With 0 their mean value is 0.5 (section 3.5 of the paper)."""
     output_transform: Literal["none", "rms_norm", "silu"] = "none"
-    """Replaces G1. `rms_norm`: RMSNorm of each head's attention output with one weight for all heads. `silu`: SiLU of
-    the attention output."""
+    """Replaces the output gate. `rms_norm`: RMSNorm of each head's attention output with one weight for all heads.
+    `silu`: SiLU of the attention output."""
     indexer_heads: int = 4
     """Number of heads H_I of the lightning indexer."""
     indexer_dim: int = 64
@@ -55,12 +55,12 @@ class GSAConfig:
     indexer_rope: bool = False
     """Apply a rotary embedding to the indexer's queries and key, as in DeepSeek's indexer."""
     indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
-    """beta in softmax(beta * I) of the indexer loss, with scores I: a number, or `learned`, which starts at 1. The
-    paper has 1."""
+    """Factor beta on the indexer's scores I in softmax(beta * I) of the indexer loss: a number, or `learned`, which
+    starts at 1. The paper has 1."""
     indexer_loss_row_fraction: float = 1.0
     """Share 1 / n of the queries that the indexer loss uses in training: every n-th group of 128 queries (32 with key
-    lists). n micro-batches in a row use each query position once, from an offset drawn for each step. Below 1 the loss
-    is cheaper and noisier, but unbiased. Validation uses all queries. The paper has 1."""
+    lists). A random offset moves with each micro-batch, so that n micro-batches use each query position once. Below 1
+    the loss is cheaper and noisier, but unbiased. Validation uses all queries. The paper has 1."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
     """Formula for the number of keys that a query selects (eq. 8). var is the variance of the query's scores, and ema
     its moving average. `inverse`: k_base * ema / var. `direct`: k_base * var / ema. `off`: k_base."""
@@ -84,8 +84,7 @@ class GSAConfig:
     attention_kernel: Literal["auto", "masked", "gathered"] = "auto"
     """Fused kernel for sparse attention. `masked` computes every tile of keys under a packed mask (one bit per key).
     `gathered` computes only keys that any of 32 neighbouring queries selects, from key lists. `auto`: `masked` below
-    16384 tokens, `gathered` above 32768 tokens, and in between whichever is faster at the measured density of the
-    selection."""
+    16384 tokens, `gathered` above 32768 tokens, in between the faster one for the measured density of selected keys."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
     """Kernel for dense attention without an indexer loss, if `attention_impl` chooses `triton`: our kernel (`triton`),
     torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The

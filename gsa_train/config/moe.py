@@ -42,9 +42,9 @@ class MoEConfig:
     which affects only the choice of experts, moves against the expert's load after each step. It needs
     router_score=sigmoid."""
     balance_coeff: float = 1e-3
-    """Coefficient of the loss of `global_batch`, as megatron-core's `moe_aux_loss_coeff`. Each layer adds experts x the
-    sum over experts of (share of the choices x mean score), which is 1 for even loads. A coefficient c of transformers
-    (`router_aux_loss_coef`) corresponds to c x `top_k` / layers."""
+    """Coefficient of the loss of `global_batch`, as megatron-core's `moe_aux_loss_coeff`. Each layer adds `experts` x
+    the sum over experts of (share of the choices x mean score), which is 1 for even loads. A coefficient c of
+    transformers (`router_aux_loss_coef`) corresponds to c x `top_k` / layers."""
     bias_update_rate: float = 1e-3
     """Amount by which an update moves each bias of `aux_free`. The default is DeepSeek-V3's value."""
     z_loss_coeff: float = 1e-3

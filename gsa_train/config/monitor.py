@@ -23,8 +23,8 @@ class MonitorConfig:
     sigmas: float = 6.0
     """Rise of a single step that makes it a spike, in standard deviations of the noise."""
     lasting_sigmas: float = 3.0
-    """Rise, in standard deviations of the noise, that is a spike if it lasts `lasting_steps`. It must also reach half
-    of `loss_min_rise_nats` (for the norm: half of the log of `grad_norm_min_ratio`)."""
+    """A rise of this many standard deviations of the noise is a spike if it lasts `lasting_steps`. It must also reach
+    half of `loss_min_rise_nats` (for the gradient norm: half of the log of `grad_norm_min_ratio`)."""
     lasting_steps: int = 8
     """Number of steps in a row above `lasting_sigmas` that make a spike. The text alone can raise the loss of up to 6
     steps in a row, because neighbouring batches come from the same shards."""
@@ -39,17 +39,17 @@ class MonitorConfig:
     max_skips_in_a_row: int = 50
     """Number of updates left out in a row after which `skip` stops the run."""
     recheck_every_steps: int = 0
-    """Interval of steps at which a step's forward and backward pass is computed twice. Loss and each rank's gradients
+    """Interval, in steps, at which a step's forward and backward pass is computed twice. Loss and each rank's gradients
     must be equal bit for bit. 0: never."""
     recheck_spikes: bool = False
     """Compute each spiking step twice before any reaction. The host then waits for the device at every step."""
     compare_replicas_every_steps: int = 0
-    """Interval of steps at which the weights of all data-parallel replicas are compared bit for bit, as also before
-    each save. 0: never."""
+    """Interval, in steps, at which the weights of all data-parallel replicas are compared bit for bit. A comparison
+    also precedes each save. 0: never."""
     on_corruption: Literal["stop", "log"] = "stop"
-    """Reaction if bits differ in these checks. `stop`: end the run with exit code 14. A restart continues from the last
-    checkpoint. `log`: record the event `corruption` and continue. If a step was computed twice, its second result
-    counts."""
+    """Reaction if a recomputed step or a replica differs. `stop`: end the run with exit code 14. A restart continues
+    from the last checkpoint. `log`: record the event `corruption` and continue. If a step was computed twice, its
+    second result counts."""
 
 
 UNREPEATABLE = ("cudnn", "flash_sdpa")

@@ -51,9 +51,8 @@ class ParallelConfig:
     distributed_optimizer: bool = True
     """With strategy=megatron: shard the optimizer state over the data-parallel ranks."""
     optimizer_instances: int = 1
-    """With distributed_optimizer, number of groups into which the data x context ranks are divided (HSDP), a divisor of
-    their number. Each group holds a whole optimizer state, sharded over its ranks. More groups take more memory, but
-    only reduced gradients are sent between groups."""
+    """With distributed_optimizer, number of groups that divide the data x context ranks evenly (HSDP). Each group
+    shards a whole optimizer state over its ranks. More groups take more memory, but exchange only reduced gradients."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are summed over micro-batches and ranks. `bf16` halves their memory and traffic, rounds
     each sum, and needs bf16 weights."""

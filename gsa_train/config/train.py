@@ -39,13 +39,13 @@ class TrainConfig:
     fused_ops: Literal["auto", "triton", "none"] = "auto"
     """`triton`: fused kernels for SwiGLU, cross-entropy, the indexer's split + norms + rotary embedding, and the split
     + rotary embedding + value gate of QKV (head_dim 32, 64, 128 or 256, rotary_percent 1, no qk_norm). With bf16
-    weights, matrix products also add gradients in fp32. `none`: the operations run one by one. `auto`: `triton` on
-    GPUs."""
+    weights, matrix products also add weight gradients to fp32 buffers. `none`: the operations run one by one. `auto`:
+    `triton` on GPUs."""
     cuda_graphs: bool = False
     """Run the forward and backward pass of a micro-batch as a CUDA graph, so that kernel launches on the host do not
-    limit the speed. The bits stay the same. No graph is used in logged steps, validation, phases that train only the
-    indexer, and (with `parallel.overlap_grad_reduce`) a step's last micro-batch. Validation needs memory in addition to
-    the graph's. Not with tensor, context, pipeline or expert parallelism or recomputation."""
+    limit the speed. The bits stay the same. Logged steps, validation, phases that train only the indexer, and (with
+    `parallel.overlap_grad_reduce`) a step's last micro-batch use no graph. Validation needs additional memory. Not with
+    tensor, context, pipeline or expert parallelism or recomputation."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again to save memory: none, attention after its projections
     (`selective`), or whole layers (`full`)."""
@@ -95,8 +95,8 @@ class TrainConfig:
 
 
 def check_muon(config: Config) -> Iterator[str]:
-    """Yield a line for each setting with which Muon cannot run, or, with another optimizer, for each changed setting of
-    Muon, because it has no effect."""
+    """Yield a line for each setting with which Muon cannot run. With another optimizer, yield a line for each changed
+    setting of Muon, which has no effect."""
     train = config.train
     if train.optimizer == "muon" and config.parallel.strategy == "deepspeed":
         wrong = (
@@ -110,7 +110,6 @@ def check_muon(config: Config) -> Iterator[str]:
 
 
 def check_qk_clip(config: Config) -> Iterator[str]:
-    """Yield what excludes QK-clip."""
     field, layout, dense = "train.qk_clip", config.parallel.strategy, config.gsa.dense_attention
     if config.train.qk_clip == 0:
         return
@@ -129,7 +128,6 @@ def check_qk_clip(config: Config) -> Iterator[str]:
 
 
 def check_fp8(config: Config) -> Iterator[str]:
-    """Yield what excludes linear layers in FP8."""
     model, train, parallel = config.model, config.train, config.parallel
     if train.linear_layers != "fp8" or min(parallel.tensor, parallel.context) < 1:
         return

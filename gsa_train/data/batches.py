@@ -160,7 +160,7 @@ class TrainBatches:
         check_same(gather_outcomes(outcome, parallel), "data.train_dir")
 
     def _open_corpus(self, state: dict[str, Any] | None) -> tuple[Corpus | DataFault | None, str]:
-        """Returns the text (None on ranks that do not need it), and the names of files that differ from
+        """Returns the text (None on ranks that do not need it), and the names of files that differ from those in
         `state`. The main rank compares the files for all. Collective."""
         corpus: Corpus | DataFault | None = None
         shared: list[Any] = ["", {}]

@@ -165,8 +165,8 @@ def check_links(run_dir: Path, resumes: bool) -> None:
         resumes: whether the start appends to the existing files instead of moving them away.
 
     Raises:
-        OSError: a link in place of an output folder has no target, as when its disk is not mounted; or a file to
-            append to is a link.
+        OSError: a link in place of an output folder has no target (its disk may not be mounted), or a file to append to
+            is a link.
     """
     for path in (run_dir / name for name in APPENDED if resumes and os.path.lexists(run_dir / name)):
         os.close(own_file(str(path), os.O_RDONLY))

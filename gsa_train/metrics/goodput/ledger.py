@@ -34,8 +34,8 @@ kill."""
 def read_lines(folder: Path) -> list[Line]:
     """Read the lines of the run so far.
 
-    Damaged lines are skipped, with a warning. This loses no time, because each line counts from the beginning of its
-    process.
+    Damaged lines are skipped, with a warning. Their time still counts, because each line counts from the beginning of
+    its process.
     """
     path = folder / FILE
     if not path.is_file():
@@ -58,8 +58,7 @@ def is_whole(line: Line) -> bool:
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
-    """Makes the `lost` line for the newest process, or no line if the process has an `end` or `lost` line, or if there
-    is none.
+    """Returns the `lost` line of the newest process if it has no `end` or `lost` line yet, else an empty list.
 
     The `time` of the new line is the latest of three times: the time of the process's last line, the time in
     alive.json, and the time at which another rank reported a hang.
