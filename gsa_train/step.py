@@ -47,7 +47,7 @@ class Training:
     graph: MicroBatchGraph | None = None
     """Runs steps without measurements as CUDA graphs (`train.cuda_graphs`)."""
     hold_update: Callable[[], None] = lambda: None
-    """Called before each update. Waits until a save in progress has copied weights and optimizer state."""
+    """Called before each update, which then waits until a save in progress has copied weights and optimizer state."""
 
 
 @dataclass(frozen=True)

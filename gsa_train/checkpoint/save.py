@@ -1,7 +1,7 @@
 """Save checkpoints while training continues.
 
 A save has four parts, and only one save runs at a time:
-1. A few small collectives plan which rank writes what. Only this part makes training wait.
+1. A few small collectives plan which rank writes what. Training stops only for this part.
 2. Each rank's share is copied to host memory while the next step computes. The step's update waits for the rest of the
    copy (staging.py).
 3. A thread of each rank writes and fsyncs the rank's files. The threads exchange their results over a gloo group.

@@ -42,8 +42,8 @@ class DataConfig:
     """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
     """How often each document of a source appears in an epoch: 0 never, 0.5 every other epoch, 2 twice. Sources without
-    a weight appear once. The source of text is `meta.redpajama_set_name`, and the source of tokens (`*.bin`, `*.idx`)
-    is the sub-folder of `train_dir`. Without these it is `unknown`. Weights may change at a resume."""
+    a weight appear once. The source is the document's `meta.redpajama_set_name`, or for tokens (`*.bin`, `*.idx`) the
+    sub-folder of `train_dir`, or else `unknown`. Weights may change at a resume."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """How documents fill training sequences. `concatenate`: one after another, cut where a sequence ends. `best_fit`:
     choose whole documents that fill the sequence best, and cut only documents longer than a sequence. Fixed for a
