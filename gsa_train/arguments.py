@@ -20,7 +20,8 @@ class Arguments:
     resume_after_stop: bool
     """Continue although the monitor stopped the run at a spike."""
     accept_new_data: bool
-    """If the checkpoint was trained on other text, start at the beginning of the config's text instead of refusing."""
+    """If the checkpoint has other data than the config, start at the beginning of the config's data instead of
+    refusing."""
     dry_run: bool
     world_size: int
     """Number of ranks: `--world-size` in a dry run, else torchrun's WORLD_SIZE, else 1."""

@@ -154,9 +154,9 @@ def announced_world_size(needs_rank: bool = True) -> int:
 def refuse(error: object, code: int = REFUSED, request: StopRequest | None = None) -> int:
     """Print why this start is refused, and return its exit code.
 
-    If all ranks find the same error, rank 0 reports it and exits, and torchrun then ends the other ranks. But rank 0
-    may have found no error, for example if a tokenizer is missing only on another node. Every other rank with an error
-    therefore waits for HEAD_START_SECONDS, and then reports its error if it is still alive.
+    If all ranks find the same error, only rank 0 reports it: rank 0 exits, and torchrun ends the other ranks. But rank
+    0 may find no error, for example if a tokenizer is missing only on another node. The other ranks therefore wait for
+    HEAD_START_SECONDS, and report their error if torchrun has not ended them.
 
     Args:
         request: if it has recorded a signal, this rank prints nothing.

@@ -38,7 +38,7 @@ def read_named(option: str, path: Path) -> str:
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open a regular file of the run folder (`opener` of `open`). Parent folders may be links.
+    """Open a regular file of the run folder. Pass this function to `open` as `opener`. Parent folders may be links.
 
     A symbolic link is refused because its target may be any file of the user. A pipe is refused because it would
     block.
@@ -64,8 +64,8 @@ def own_file(path: str, flags: int) -> int:
 def open_to_append(path: Path) -> FileIO:
     """Open a file unbuffered for reading and appending.
 
-    A line break is appended if a kill or a full disk cut off the last line. A file with hard links (as from `cp -l`)
-    is copied first, so that the other links stay unchanged.
+    A line break is appended if a kill or a full disk cut off the last line. If the file has several hard links (as from
+    `cp -l`), a copy replaces it, so that the file at the other links stays unchanged.
 
     Raises:
         OSError: see `own_file`; or the file cannot be written.
@@ -91,8 +91,8 @@ def append_line(path: Path, line: str) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically: after a crash the file has either the old or the new content. A link at the path is
-    replaced, and its target stays unchanged."""
+    """Replace a file atomically: after a crash the file has either the old or the new content. If the path is a link,
+    the link is replaced and its target stays unchanged."""
     temporary = path.with_name(path.name + ".tmp")
     write_durably(temporary, content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)

@@ -1,8 +1,8 @@
-"""Compute the loss of a training step: the objective over the scored tokens, plus lambda times the indexer loss.
+"""Compute the training loss: an objective over the scored tokens, plus lambda times the indexer loss.
 
-To add an objective, add a function to OBJECTIVES, from which `train.objective` chooses. `train.z_loss_coeff` adds a
-z-loss. Validation uses cross-entropy alone. Each layer injects its indexer loss into the backward pass
-(distributed/loss_injection.py), scaled by `indexer_kl_grad_scale`.
+To add an objective, add a function to OBJECTIVES, and choose it by `train.objective`. `train.z_loss_coeff` adds a
+z-loss. Validation uses cross-entropy alone. The indexer (which selects the keys of a query) has a loss in each layer.
+This loss enters the backward pass (distributed/loss_injection.py) with the factor `indexer_kl_grad_scale`.
 
 This module does not import torch, so a config's objective is checked before torch is loaded.
 """
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 Objective: TypeAlias = (
     "Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup, bool, TrainConfig], torch.Tensor]"
 )
-"""Returns the tokens' losses [B, L], fp32, the same on all ranks that split the vocabulary. Arguments: this rank's
-logits [L, B, V / tp], labels [B, L], the group of these ranks, whether `train.fused_ops` asks for kernels, and the
-settings. The logits are consumed, because `cross_entropy` overwrites them in its forward or backward pass. Compute
-other terms first. If autograd saves the logits for the backward pass of such a term, compute it from `logits.clone()`
-(`logits.float()` does not copy fp32 logits)."""
+"""Returns the loss of each token: fp32 [B, L], equal on all tensor-parallel ranks. Arguments: logits [L, B, V / tp] of
+this rank, labels [B, L], the tensor-parallel group, whether to use fused kernels (`train.fused_ops`), and the section
+`train`. `cross_entropy` overwrites the logits in its forward or backward pass, so compute other terms first. If
+autograd saves the logits for such a term, give it `logits.clone()` (`logits.float()` does not copy fp32 logits)."""
 
 
 def cross_entropy(
@@ -91,7 +90,8 @@ def log_sum_exp(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def masked_loss(
     loss_mask: torch.Tensor, loss_scale: torch.Tensor, token_losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss to differentiate, which the schedule divides in place, and separate sums for the log.
+    """Return the loss to differentiate and the sums for the log. The sums are copies, because megatron-core's schedule
+    divides the loss in place.
 
     Args:
         token_losses: result of `training_losses`.
@@ -105,7 +105,7 @@ def masked_loss(
 
 
 def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -> torch.Tensor:
-    """Return the factor of a micro-batch's summed loss that makes the global loss a mean over scored tokens.
+    """Return the factor that turns a micro-batch's summed loss into its share of the step's mean loss per scored token.
 
     megatron-core's schedule divides the loss by the number of micro-batches (`count`), and multiplies it by the
     context-parallel size. The schedule also averages gradients over context- and data-parallel ranks. The factor
@@ -117,11 +117,11 @@ def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -
 def indexer_kl_grad_scale(
     kl_coeff: float, num_indexers: int, rows_per_step: torch.Tensor, data_parallel_size: int
 ) -> torch.Tensor:
-    """Return the factor of a layer's KL sum in the loss: fp32, 0-d.
+    """Return the factor for a layer's indexer loss, which is a sum of KL divergences: fp32, 0-d.
 
-    Each layer's KL sum is multiplied by this factor. Over all ranks and layers, the products add up to lambda
-    (`kl_coeff`) times the mean KL over tokens and layers. The mean excludes queries with one causal key, whose KL is
-    always 0. The factor contains `data_parallel_size`, because gradients are averaged over the ranks.
+    With this factor, the indexer losses of all ranks and layers add up to lambda (`kl_coeff`) times the mean KL over
+    queries and layers. The mean excludes queries with one causal key, whose KL is always 0. The factor contains
+    `data_parallel_size`, because gradients are averaged over the ranks.
 
     Args:
         kl_coeff: lambda of eq. 15.

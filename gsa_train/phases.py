@@ -47,9 +47,9 @@ def learning_rate(phase: PhaseConfig, phase_step: float) -> float:
 def in_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> tuple[PhaseConfig, float]:
     """Return the arguments of `learning_rate`: the phase, and the number of the step in the phase.
 
-    Without a batch ramp, the phase is unchanged, and steps count from the phase's start. With a ramp, the schedule
-    follows the tokens: the phase's lengths and the number of the step are given in batches of the phase's last step. A
-    step with half as many sequences counts as 0.5.
+    Without a batch ramp (`train.batch_ramp`), the phase is unchanged, and steps count from the phase's start. With a
+    ramp, the learning rate depends on the number of tokens instead. The unit of the step number and of the phase's
+    lengths is then the batch of the phase's last step: a step with half as many sequences counts as 0.5.
 
     Args:
         step: number of earlier steps of the run.
@@ -80,8 +80,8 @@ def lr_multipliers(phase: PhaseConfig) -> dict[str, float]:
 
 
 def enter_phase(model: Model, phase: PhaseConfig) -> None:
-    """Freeze the parameters that the phase does not train, and set the kind of forward pass for its steps. With
-    `train=indexer`, the base runs without autograd, so only the indexer can be trained."""
+    """Freeze the parameters that the phase does not train. Also set the attention of the forward passes: sparse or
+    dense, with or without the indexer loss."""
     for parameter in (parameter for chunk in model.chunks for parameter in chunk.parameters()):
         is_indexer = getattr(parameter, "gsa_indexer", False)
         trained = {"all": True, "base": not is_indexer, "indexer": is_indexer}[phase.train]

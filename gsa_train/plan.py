@@ -1,5 +1,5 @@
-"""Plan what a step does before it begins. The plan depends only on the step number, so a resumed run makes the same
-plan.
+"""Plan the actions of a training step before it begins. The plan depends on the config and the step number, so a
+resumed run repeats it. Only retries of failed saves may differ.
 """
 
 from __future__ import annotations

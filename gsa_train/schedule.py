@@ -12,7 +12,7 @@ from gsa_train.config import PhaseConfig
 
 Schedule = Callable[[float, PhaseConfig], float]
 """Maps a step to the learning rate. Step 0 is the first step of the phase. The function is called only for steps after
-the learning-rate warm-up. In a batch ramp steps may be fractions (`in_batches`, phases.py)."""
+the learning-rate warm-up. With a batch ramp, the step may be a fraction (`in_batches`, phases.py)."""
 
 
 def progress(step: float, phase: PhaseConfig) -> float:
@@ -43,8 +43,8 @@ def inverse_sqrt(step: float, phase: PhaseConfig) -> float:
 
 def wsd(step: float, phase: PhaseConfig) -> float:
     """Stay at `lr`, then fall over the last `decay_steps` steps. During the decay, the rate depends only on the number
-    of remaining steps. A decay that branches off from a checkpoint therefore has, bit for bit, the rates of a decay
-    that was planned from the start."""
+    of remaining steps. A run that starts its decay from an earlier checkpoint therefore has, bit for bit, the rates of
+    a run that planned this decay from the start."""
     into = step + 1 - (phase.steps - phase.decay_steps)
     share = min(max(into / phase.decay_steps, 0.0), 1.0)
     return phase.lr if share == 0 else _between(phase, SHAPES[phase.decay_shape](share))

@@ -1,4 +1,4 @@
-"""Define a step's plan and the base class of services, which the training loop calls at its events.
+"""Define `StepPlan`, and `Service`, the base class of objects that the training loop calls at its events.
 
 `services_of` in train.py lists the services in call order.
 """
@@ -20,7 +20,7 @@ class StepPlan:
     trains: bool
     """Whether the step trains. If False, its batch is read and skipped."""
     left_out_through: int | None
-    """If this is the first of consecutive skipped steps, the last of these steps, for the log. Otherwise None."""
+    """In the first of several consecutive skipped steps: the last of these steps, for the log. Otherwise None."""
     logs: bool
     """Whether to measure the attention and write a metrics record."""
     validates: bool
@@ -35,7 +35,7 @@ class StepPlan:
 
     @property
     def reads_monitor(self) -> bool:
-        """Returns True if the step is logged or training pauses. Both wait for the monitor's verdict on the step."""
+        """Returns True if the step is logged or training pauses, which needs the monitor's verdict on the step."""
         return self.logs or self.pauses
 
     @property
@@ -45,8 +45,8 @@ class StepPlan:
 
 
 class Service:
-    """Base class of services: each event does nothing by default. All ranks reach the events in the same order, but
-    not at the same time, so no event may use collectives."""
+    """Base class of services. Each method is an event and does nothing by default. Do not use collectives in an event:
+    ranks reach it at different times, and would wait for each other."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         """Called before the phase's first step. `start` is the last step before the phase."""

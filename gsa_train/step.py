@@ -47,7 +47,7 @@ class Training:
     graph: MicroBatchGraph | None = None
     """Runs steps without measurements as CUDA graphs (`train.cuda_graphs`)."""
     hold_update: Callable[[], None] = lambda: None
-    """Called before each update. It waits for copies of weights and optimizer state that are still in progress."""
+    """Called before each update, which then waits until a save in progress has copied weights and optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def train_step(
     """Run one optimizer step: forward and backward over all micro-batches, gradient reduction and clipping, and
     updates.
 
-    The step updates weights, variance averages and router loads. If the spike detector rejects the step, or if the loss
-    or gradient is not finite, model and optimizer stay unchanged.
+    The step updates weights, moving averages of the indexer's score variance, and router loads. If the spike detector
+    rejects the step, or if the loss or gradient is not finite, model and optimizer stay unchanged.
 
     With megatron-core's optimizer and without corruption checks, the host waits for a GPU only in these cases:
-    - in the first step that measures;
+    - in the first step that measures attention;
     - in the step that captures a CUDA graph;
-    - in every step, if experts are sharded or have a capacity, because their all-to-all needs token counts.
+    - in every step, if experts are sharded or have a capacity, because the host then needs their token counts.
 
     Args:
         step: number of earlier steps of the run, which seeds the choice of queries for the indexer loss.
@@ -189,8 +189,8 @@ def _compute(
         return losses
 
     optimizer.begin_step()
-    # In the indexer warm-up the base needs no autograd graph. Each layer runs the indexer's backward pass itself, and
-    # the schedule runs forward only.
+    # In the indexer warm-up, only the indexer trains, so the rest of the model needs no autograd graph. Each layer runs
+    # the indexer's backward pass itself, and the schedule runs forward only.
     with model.work_time.part("forward_backward"):
         with torch.no_grad() if local else nullcontext():
             graph, measures = training.graph, attention_pass.measuring
@@ -220,8 +220,8 @@ def evaluation_step(
     parallel: Parallel,
     measures: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss of this rank's scored tokens, and the number of scored tokens in this rank's replica. The
-    loss is 0 on all ranks except the first tensor-parallel rank of the last stage."""
+    """Return the summed loss of this rank's scored tokens, and the number of scored tokens in this data-parallel
+    replica. The loss is 0 except on the first tensor-parallel rank of the last pipeline stage."""
     loss_tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).sum()
     with evaluating(model, measures):
         losses = _run_schedule(
@@ -238,8 +238,8 @@ def owners_losses(
     config: Config,
     parallel: Parallel,
 ) -> torch.Tensor:
-    """Return the loss on this rank, summed per owner: fp64 [count]. Labels belong to owners, such as requests. An
-    all-reduce of the result gives the sums over all ranks.
+    """Return this rank's loss per owner: fp64 [count]. An owner, such as an evaluation request, is a set of labels
+    whose losses are summed. An all-reduce of the result gives the sums over all ranks.
 
     Args:
         batches: micro-batches of one shape, each with the owners of its labels: int64 [B, L], from 0 to
@@ -316,9 +316,9 @@ def _run_graph(
     loss_tokens: torch.Tensor,
     attention_pass: AttentionPass,
 ) -> list[dict[str, torch.Tensor]]:
-    """Replay the CUDA graph for each micro-batch, then reduce the gradients. megatron-core's schedule without
-    pipelining uses the same order. With `parallel.overlap_grad_reduce`, the last micro-batch runs without the graph,
-    because its backward pass must start the reductions, which the graph does not contain."""
+    """Replay the CUDA graph for each micro-batch, then reduce the gradients, as in megatron-core's schedule without
+    pipelining. With `parallel.overlap_grad_reduce`, the last micro-batch runs without the graph: its backward pass must
+    start the reductions, and the graph contains none."""
     count, kl_grad_scale = len(micro_batches), attention_pass.kl_grad_scale
     scale = loss_scale(count, loss_tokens, training.parallel.data_size)
     scales = (scale, kl_grad_scale if isinstance(kl_grad_scale, torch.Tensor) else None)
@@ -378,8 +378,8 @@ def _forward_step(
 def _sum_of(
     losses: list[dict[str, torch.Tensor]], parallel: Parallel, name: str = "loss_sum"
 ) -> torch.Tensor:
-    """Sum the losses on the first tensor-parallel rank of the last stage, and return 0 elsewhere, so that each token
-    counts once."""
+    """Return the summed losses on the first tensor-parallel rank of the last pipeline stage, and 0 elsewhere, so that
+    each token counts once."""
     if losses and parallel.is_last_stage and parallel.tensor_rank == 0:
         return torch.stack([entry[name] for entry in losses]).sum()
     return torch.zeros((), device=parallel.device)

@@ -39,7 +39,7 @@ from gsa_train.trainer import run_phase
 def train(config: Config, arguments: Arguments, request: StopRequest) -> None:
     """Train a checked config to the end, from step 0 or from a checkpoint.
 
-    This process has left its process group when `Stopped`, `MonitorStop` or `CorruptionFound` is raised.
+    Before this function raises `Stopped`, `MonitorStop` or `CorruptionFound`, the process leaves its process group.
 
     Raises:
         Stopped: a rank received a stop request; a checkpoint of the current step is saved.
@@ -128,7 +128,7 @@ def train_phases(run: Run, ranges: list[PhaseRange]) -> None:
             kept = keep_main_weights(run.model, run.phase_optimizer, whole_state)
         run.services.saver.hold_update()
         close_optimizer(run.model, run.phase_optimizer)
-        # In fp32 the optimizer's shards are views of the weights. They keep autograd nodes alive, and with the nodes
-        # the hooks of this phase's gradient buffers. Free the optimizer before the next phase registers its hooks.
+        # In fp32 the optimizer's shards are views of the weights. These views keep autograd nodes alive, and so the
+        # hooks of this phase's gradient buffers. Free the optimizer before the next phase registers its hooks.
         run.phase_optimizer = None
         gc.collect()

@@ -51,8 +51,8 @@ def threads_at_hand() -> int:
 
 
 def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """Returns the checksum of concatenated parts, given the (checksum, length in bytes) of each. A part's checksum is
-    a polynomial over GF(2). n further bytes multiply it by x^8n (zlib's crc32_combine)."""
+    """Returns the checksum of concatenated parts from each part's (checksum, length in bytes). As in zlib's
+    crc32_combine, a checksum is a polynomial over GF(2), and appending n bytes multiplies it by x^8n."""
     whole = 0
     for checksum, length in parts:
         whole = _product(_power_of_bytes(length), whole) ^ checksum

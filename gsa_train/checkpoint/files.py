@@ -9,8 +9,8 @@
     <run folder>/checkpoints/set_aside/                     checkpoints newer than the one that --resume-from has
                                                             loaded
 
-A save writes into `.tmp_step_00000200/` and renames the folder once every file is on the disk. So a folder is complete
-when it gets its final name.
+A save writes into `.tmp_step_00000200/`, and renames this folder once every file is on the disk. A folder with a final
+name is therefore complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FileRecord:
     bytes: int
     crc32: str
     """Checksum of the whole file, in hexadecimal. CRC-32 detects accidental damage, is faster than the hashes in
-    hashlib, and releases the interpreter's lock."""
+    hashlib, and releases the GIL."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def newer_than(checkpoint: Path) -> list[Path]:
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Returns `folder` if it is a complete checkpoint, else the checkpoint that `latest` names in the folder or in its
-    subfolder `checkpoints`.
+    """Returns `folder` if it is a complete checkpoint, else the checkpoint that the file `latest` names, in the folder
+    or in its subfolder `checkpoints`.
 
     Without `latest`, returns the newest complete checkpoint, or None.
 
@@ -155,9 +155,8 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 def resume_candidates(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints that a resume may load: the one that `latest` names, then older ones, newest first.
 
-    Newer checkpoints are left out, with a warning, because a user may have changed `latest` to an earlier
-    checkpoint. If `latest` is damaged or missing, all complete checkpoints are candidates. `latest` is missing, for
-    example, if the first save was killed before it wrote the file.
+    Checkpoints newer than `latest` are left out, with a warning, because a user may have set `latest` back. If `latest`
+    is damaged or missing (as after a kill during the first save), all complete checkpoints are candidates.
     """
     _warn_of_latest(checkpoints)
     complete = complete_checkpoints(checkpoints)[::-1]
@@ -338,10 +337,10 @@ def prune(
     newest: Path,
     keep_every_steps: int = 0,
 ) -> list[str]:
-    """Delete all complete checkpoints up to `newest` except the last `keep_last`, and return the failures.
+    """Delete all complete checkpoints up to step `newest` except the last `keep_last`. Returns failures.
 
-    Call while no save is under way. If a user has changed `latest` to an earlier checkpoint, the folder may have
-    checkpoints newer than `newest`. Such checkpoints are not deleted, and do not count towards `keep_last`.
+    Call while no save is under way. Checkpoints newer than `newest`, which exist if a user has set `latest` back, are
+    not deleted and do not count towards `keep_last`.
 
     Args:
         keep_every_steps: also keep the checkpoints at multiples of this number of steps; 0 for none.
@@ -365,8 +364,8 @@ def prune(
 def _delete_leftovers(checkpoints: Path) -> list[str]:
     """Delete folders that a save has replaced or left unfinished. Returns one line for each failure.
 
-    If a folder cannot be deleted, the next call tries again. If a user has moved a folder elsewhere and left a link in
-    its place, only the link is deleted.
+    After a failure, the next call tries again. If a user has moved a folder and left a link in its place, only the link
+    is deleted.
     """
     failures = []
     for leftover in (*checkpoints.glob(".replaced_step_*"), *checkpoints.glob(".tmp_step_*")):

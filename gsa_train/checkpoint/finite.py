@@ -22,8 +22,8 @@ from gsa_train.optimizer.interface import MAIN_WEIGHT, PhaseOptimizer
 
 @torch.no_grad()
 def not_finite(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> str | None:
-    """Returns a line, equal on all ranks, that names each rank's tensors with NaN or infinite values, or None.
-    Each rank checks all tensors that it holds. Collective. Call it inside `PhaseOptimizer.whole_weights`."""
+    """Returns a line that names each rank's tensors with NaN or infinite values, or None. The result is equal on all
+    ranks. Collective. Call it inside `PhaseOptimizer.whole_weights`."""
     held = [tensor for _, tensor in _weights(model)]
     held += [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     finite = _all_finite(held).to(parallel.device, torch.int32)
@@ -44,7 +44,7 @@ def _weights(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns a 0-d bool. NaN and infinity propagate through a maximum, so no sum can overflow."""
+    """Returns a 0-d bool. It tests maxima, which keep NaN and infinity, and cannot overflow as sums can."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel() > 0:

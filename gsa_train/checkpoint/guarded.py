@@ -1,9 +1,8 @@
 """Load the pickles in a checkpoint without running arbitrary functions.
 
-A pickle may name any function, and unpickling then calls this function. torch unpickles without a restriction in two
-places: its reader unpickles the file `.metadata`, and its planner unpickles objects other than tensors. This module
-replaces reader and planner, and refuses every name that is not on a list of allowed names. Tensors need no such
-restriction, because torch itself loads tensors with `weights_only=True`.
+A pickle may name any function, and unpickling calls it. torch unpickles without a restriction in two places: its reader
+unpickles the file `.metadata`, and its planner unpickles objects other than tensors. This module replaces both, and
+refuses every name that is not on its list. Tensors are safe, because torch loads them with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ def read_metadata(checkpoint: Path) -> Metadata:
     """Read torch's metadata file, which says where each tensor is.
 
     Raises:
-        RefusedContent: the file is damaged, asks for a class that `CLASSES` lacks, or points outside the folder or a
-            file.
+        RefusedContent: the file is damaged, asks for a class that `CLASSES` lacks, or points outside the folder or past
+            the end of a file.
     """
     with (checkpoint / TORCH_METADATA).open("rb") as file:
         try:
@@ -181,7 +180,7 @@ def _refused(name: str, asked: str) -> RefusedContent:
 
 
 class _Reader(ParallelReader):
-    """Reads the metadata once. All readers of a logged load share the metadata."""
+    """Reads the metadata once. All readers of a load share the metadata if the load has a `ReadLog`."""
 
     _metadata: Metadata | None = None
 

@@ -17,8 +17,8 @@ MOST_BLOCKS = 64
 RESERVED_BLOCK_BYTES = 1 << 28
 """Smallest block that `reserve` pins before a save. The CUDA driver is locked while a block is pinned."""
 PAUSE_OVER_BLOCK = 4.0
-"""Pause after each block, as a multiple of the time that pinning it took. Without pauses, a run's first step could load
-its kernels only after the last block."""
+"""Pause after pinning a block, as a multiple of the time that the pinning took. Pinning locks the CUDA driver, so
+without pauses a run's first step could not load its kernels until the last block is pinned."""
 
 
 class HostMemory:
@@ -45,7 +45,7 @@ class HostMemory:
         self._reserving = self._thread.submit(self._reserve, list(sizes), device)
 
     def pinned_like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns pinned tensors of these shapes and dtypes. The next call uses the same memory again.
+        """Returns pinned tensors of these shapes and dtypes. The next call reuses their memory.
 
         Each tensor has its own storage, because `torch.save` writes whole storages.
 
@@ -98,7 +98,7 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 def place(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Returns (block, offset) for each size in bytes, and the lengths of further blocks that are needed."""
+    """Returns (block, offset) for each size in bytes, and the lengths of further blocks to allocate."""
     places, left, _ = _first_fit(sizes, blocks)
     more, places_of_left = pack([sizes[index] for index in left])
     for index, (block, start) in zip(left, places_of_left, strict=True):
@@ -129,8 +129,8 @@ def _first_fit(
 
 
 def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the sizes of a few pinned blocks, and (block, offset) of each tensor, in bytes. torch rounds
-    pinned memory up to a power of two. Each block is filled up to a limit, the power of two that wastes least."""
+    """Returns the sizes in bytes of a few pinned blocks, and (block, offset) of each tensor. torch rounds pinned memory
+    up to a power of two. Blocks are therefore filled up to a power of two: the one that wastes least."""
     if not sizes:
         return [], []
     rounded = [_rounded(size) for size in sizes]

@@ -124,10 +124,10 @@ def load_checkpoint(
     """Fill the model and, within the checkpoint's phase, the optimizer. Collective.
 
     Args:
-        with_optimizer: True within a phase: load the whole optimizer. parallel.distributed_optimizer,
-            parallel.strategy, train.precision and the phase's learning-rate multipliers may have changed. False
-            at the start of the next phase: load only the fp32 weights that both phases train. Moments start
-            fresh.
+        with_optimizer: True within the checkpoint's phase: load the whole optimizer. The config's
+            parallel.distributed_optimizer, parallel.strategy, train.precision and learning-rate multipliers may differ
+            from the checkpoint's. False at the start of the next phase: load only fp32 weights that both phases train.
+            Moments start fresh.
         unchecked: files with tensors to check while they are read; None if they were checked.
 
     Raises:
@@ -160,8 +160,8 @@ def load_main_weights(
     Call this after `load_weights` has filled the model.
 
     Returns:
-        Parameters whose weights differ from the model's weights. If there are any, the optimizer starts
-        from the model's weights.
+        Parameters whose fp32 weights differ from the model's weights. If there are any, the optimizer starts from the
+        model's weights.
     """
     others = _fill(checkpoint, model, phase_optimizer, parallel, weights=False, moments=False)
     if others:
@@ -201,8 +201,8 @@ def _fill(
         before = [part.weight() for _, part in parts]
         mine = []
         if has_state(saved, SAVED_MAIN_WEIGHT) and not model.mcore_config.bf16:
-            # The optimizer's weights are the model's. Fill the model from the fp32 weights of a bf16 run, including
-            # parameters that the phase does not train.
+            # In fp32 the optimizer has no separate weights. Fill the model from the fp32 weights of a bf16 run,
+            # including parameters that the phase does not train.
             parameters = [entry.data for state in from_mains.values() for entry in state.values()]
             rounded = [parameter.detach().clone() for parameter in parameters]
             _load(checkpoint, model, from_mains, all_weights=False)
@@ -298,8 +298,8 @@ def sharded_state(
 
 
 def _named_chunks(model: Model) -> dict[str, GPTModel]:
-    """Returns the chunks under megatron-core's names. On every rank, a tensor's name on disk numbers its layer in the
-    whole model."""
+    """Returns the chunks under megatron-core's names. Tensors on disk have names that number layers over the whole
+    model."""
     if len(model.chunks) == 1:
         return {"model": model.gpt}
     return {f"model{number}": chunk for number, chunk in enumerate(model.chunks)}

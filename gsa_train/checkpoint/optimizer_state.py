@@ -1,8 +1,8 @@
-"""Save and load optimizer state as `optimizer.state.KIND.NAME`, in the shape of the whole parameter, for any layout.
+"""Save and load optimizer state for any parallel layout, as `optimizer.state.KIND.NAME` in the parameter's whole shape.
 
-Each rank writes and reads only its own shards, without additional memory (`StatePart`). No format of megatron-core
-0.16.1 allows this for any layout. `fully_reshardable` gathers all shards in the host memory of every data-parallel
-rank. The other formats cannot be loaded after a change of the tensor-parallel or pipeline-parallel size.
+Each rank writes and reads only its own shards (`StatePart`), without additional memory. megatron-core 0.16.1 has no
+such format. Its `fully_reshardable` gathers all shards in the host memory of every data-parallel rank. Its other
+formats cannot be loaded after a change of the tensor-parallel or pipeline-parallel size.
 
 megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). The optimizer's shard of
 a matrix is a range of the flattened matrix, and this range may begin and end within a row. The range is therefore saved
@@ -69,7 +69,7 @@ def saved_state(phase_optimizer: PhaseOptimizer, model_state: dict[str, Any]) ->
 def wanted_state(
     phase_optimizer: PhaseOptimizer, model_state: dict[str, Any], saved: Saved, moments: bool
 ) -> dict[str, ShardedTensor]:
-    """Returns the entries that this rank reads from a checkpoint, with this rank's tensors as their targets.
+    """Returns entries of a checkpoint that this rank reads, each with the tensor of this rank to fill.
 
     Args:
         model_state: the model's sharded state dict.
@@ -101,8 +101,8 @@ def wanted_state(
 
 
 def from_main_weights(model_state: dict[str, Any], saved: Saved) -> dict[str, Any]:
-    """Returns entries of the model's sharded state dict that are read from the checkpoint's fp32 weights instead of
-    the model's weights."""
+    """Returns those entries of the model's sharded state dict for which the checkpoint has fp32 weights. Their keys are
+    changed so that a load reads the fp32 weights."""
     return {
         chunk: {
             name: replace(entry, key=main)
@@ -127,8 +127,8 @@ def parts_with_main_weights(
 def names_of_others(
     names: Sequence[str], mains: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], saved: Saved
 ) -> list[str]:
-    """Returns the parameters whose fp32 weights differ from the model's weights. The fp32 weights are first rounded to
-    the checkpoint's dtype, then to the model's dtype.
+    """Returns the parameters whose fp32 weights differ from the model's weights after rounding to the checkpoint's
+    dtype and then to the model's dtype.
 
     Args:
         weights: the model's weights of the same elements.

@@ -1,8 +1,8 @@
 """Read a checkpoint's tensors with several threads, and check the files at the same time.
 
-Every rank records the checksum of each file part that it loads. The ranks then read the parts that no rank has loaded,
-only to compute their checksums. The checksum of a whole file is computed from the checksums of its parts, and is
-compared with the checksum in the manifest. A start therefore checks a checkpoint without reading it a second time.
+Every rank records the checksum of each file part that it loads. The ranks then read the remaining parts only for their
+checksums. The checksums of all parts give the checksum of the whole file, which is compared with the manifest. A start
+therefore checks a checkpoint without reading it a second time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
 
 @contextmanager
 def noting(log: ReadLog | None) -> Iterator[None]:
-    """Inside this context, record in `log` what `ParallelReader` reads. Without a log, nothing is recorded.
+    """Record in `log`, inside this context, what `ParallelReader` reads. None: record nothing.
 
     With a log, a failed read raises no error, because the other ranks would wait for this rank. The log records the
     failure as a fault, and the ranks exchange their faults later.
@@ -128,8 +128,8 @@ class ParallelReader(FileSystemReader):
 
 
 class _ThreadMemory(threading.local):
-    """Holds one thread's read buffer, which grows to the size of the largest part that the thread reads. The buffer is
-    reused, because allocating a buffer takes longer than reading."""
+    """Holds one thread's read buffer, which grows to the largest part that the thread reads. It is reused, because
+    allocating a buffer takes longer than reading."""
 
     buffer = bytearray()
 
@@ -267,7 +267,8 @@ def faults_of_read(log: ReadLog, files: Mapping[str, FileRecord], parallel: Para
 def _agreed(
     parts: Iterable[Part],
 ) -> tuple[defaultdict[str, list[Part]], list[tuple[str, int, int]]]:
-    """Returns the parts on whose checksum all readers agree, by file in byte order, and the other parts."""
+    """Returns the parts whose checksum is the same on all ranks that read them, by file in byte order, and the other
+    parts."""
     checksums: defaultdict[tuple[str, int, int], set[int]] = defaultdict(set)
     for part in parts:
         checksums[part[:3]].add(part.crc32)

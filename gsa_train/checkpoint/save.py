@@ -1,15 +1,16 @@
 """Save checkpoints while training continues.
 
-Training waits only for the plan: a few small collectives that decide which rank writes what. Each rank's share is
-copied to host memory while the next step computes. The update of that step waits for the rest of the copy
-(staging.py). A thread of each rank then writes and fsyncs the rank's files. The threads exchange their results over a
-separate gloo group. The main rank's thread then writes metadata and manifest, renames the folder, updates `latest`,
-and deletes old checkpoints. Only one save runs at a time.
+A save has four parts, and only one save runs at a time:
+1. A few small collectives plan which rank writes what. Training stops only for this part.
+2. Each rank's share is copied to host memory while the next step computes. The step's update waits for the rest of the
+   copy (staging.py).
+3. A thread of each rank writes and fsyncs the rank's files. The threads exchange their results over a gloo group.
+4. The main rank's thread writes metadata and manifest, renames the folder, updates `latest`, and deletes old
+   checkpoints.
 
-The plan, the file format and the metadata come from megatron-core, but its asynchronous save is not used. That save
-forks the trainer and writes in the new processes. It waits for ever if such a process is killed, and its manager
-process survives a SIGKILL of the rank. A thread writes here instead, because a thread ends with its process. Training
-continues while the thread writes, because torch releases the interpreter's lock during a write.
+The plan, the file format and the metadata come from megatron-core, but its asynchronous save is not used: it forks the
+trainer to write, waits for ever if the fork is killed, and leaves a manager process after a SIGKILL of the rank.
+Threads are used instead, because they end with the process, and because torch releases the GIL while it writes.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class CheckpointSaver:
 
         The call first waits for any save in progress. Without `checkpoint.async_save`, it then also waits for the new
         save. If the last permitted try has failed, no save starts, because `check` will stop the run. If the state of a
-        rank has NaN or infinite values, nothing is saved, and the last result reports a failed save.
+        rank has NaN or infinite values, nothing is saved, and the last returned result has the error.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -200,7 +201,7 @@ class CheckpointSaver:
         return [*ended, *self.ended(now=state.step, wait=True)]
 
     def ended(self, now: int, wait: bool = False) -> list[SaveResult]:
-        """Returns the save in progress if it has ended on every rank.
+        """Returns the result of the save in progress if it has ended on every rank, else an empty list.
 
         While a save is in progress, the call is collective and waits for the device.
 
@@ -366,7 +367,7 @@ def _make_folder(folder: Path) -> str | None:
 
 
 class _Planner(TorchDistSaveShardedStrategy):
-    """Keeps megatron-core's plan of the files instead of turning it into a request for its own writers."""
+    """Keeps megatron-core's plan of the files, from which megatron-core would make a request for its own writers."""
 
     writer: Any
     metadata: Any
@@ -377,8 +378,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def share_of_save(model: Model, phase_optimizer: PhaseOptimizer, parallel: Parallel) -> list[torch.Tensor]:
-    """Returns approximately the tensors that this rank writes. If several ranks hold a copy of a tensor, the tensor's
-    index decides which rank counts it, so no communication is needed."""
+    """Returns approximately the tensors that this rank writes. If several ranks hold a tensor, its index decides which
+    of them counts it, so no communication is needed."""
     weights = [parameter.detach() for chunk in model.chunks for parameter in chunk.parameters()]
     state = [tensor for part in phase_optimizer.state_parts() for tensor in part.tensors.values()]
     rank, count = dist.get_rank(parallel.groups.dp_cp), parallel.groups.dp_cp.size()

@@ -1,9 +1,9 @@
 """Copy the tensors of a save while the next step computes.
 
-A step reads the tensors of a checkpoint (weights, optimizer state, averages) and changes them only in its update. The
-copies may therefore run until the update. A separate stream copies tensors on a GPU to pinned memory, and the device
-waits for this stream before the update. A thread copies tensors in host memory, and the host waits for this thread
-before the update.
+A step reads the tensors of a checkpoint (weights, optimizer state, averages), but changes them only in its update,
+which must therefore wait for the copies:
+- A separate stream copies tensors on a GPU to pinned memory, and the device waits for this stream before the update.
+- A thread copies tensors in host memory, and the host waits for this thread before the update.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Copies:
 
 
 def begin_copies(groups: Sequence[Group], memory: HostMemory, thread: ThreadPoolExecutor) -> Copies:
-    """Replace the tensors in these lists, in place, by copies in progress.
+    """Start to copy the tensors in these lists, and replace them in the lists by their copies.
 
     No tensor may change before `Copies.hold_update` or `Copies.wait` has returned.
 

@@ -1,6 +1,6 @@
 """Read and write a checkpoint's tensors one by one, in a process without process groups.
 
-`checkpoint.initial_weights` loads the written weights in any layout.
+A run in any parallel layout can load the written weights (`checkpoint.initial_weights`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CheckpointTensors:
     """Reads the model's tensors in one checkpoint by their names on disk. Any layout may have written them.
 
     Raises:
-        ValueError: a file is missing or damaged, or asks for something that no checkpoint needs.
+        ValueError: a file is missing or damaged, or its pickle names a function that no checkpoint needs.
         FileNotFoundError: the folder does not exist.
     """
 

@@ -2,7 +2,8 @@
 
     python launch/goodput.py --run RUN_DIR
 
-Prints the run's ETTR, its lost time by cause, and every start with its fault. Exit code 2 means wrong use or no run.
+Prints the run's ETTR (effective training time ratio), its lost time by cause, and every start with its fault. Exit code
+2 means wrong use or no run.
 """
 
 from __future__ import annotations

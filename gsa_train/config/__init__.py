@@ -1,4 +1,4 @@
-"""Define every field that a user can set, and the one way in which it is set.
+"""Define every field that a user can set, and the order in which values replace each other:
 
     dataclass defaults <- YAML file <- key=value on the command line
 
@@ -43,9 +43,9 @@ def load_config(
 
     Args:
         overrides: `section.field=value`, or `phases.0.field=value` for an item of a list; the last one wins.
-        world_size: number of ranks, with which fields are checked against each other. None: only read the file and
-            check types, as for the saved config of a finished run.
-        need_data: with a world size, also check that the local data files and the packages exist that the run needs.
+        world_size: number of ranks, to check that the fields fit together. None: only read the file and check types, as
+            for the saved config of a finished run.
+        need_data: with a world size, also check that the local files and the packages that the run needs exist.
 
     Raises:
         ConfigError: lists every mistake, a line each.

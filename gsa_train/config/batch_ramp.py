@@ -1,4 +1,4 @@
-"""Compute the batch size of a step (`train.batch_ramp`) from the step number alone, so that a resumed run repeats it.
+"""Compute the batch size of a step from `train.batch_ramp` and the step number alone, so that a resumed run repeats it.
 
 Steps count from 0 at the start of the run. Steps of `train.iterations_to_skip` count, too.
 """

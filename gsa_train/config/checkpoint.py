@@ -16,23 +16,24 @@ class CheckpointConfig:
     """Checkpoints at multiples of this number of steps are kept permanently, in addition to `keep_last`. It must be a
     multiple of `every_steps`. 0: none."""
     async_save: bool = True
-    """True: copies in host memory (pinned on GPUs) are filled while the next step computes, and threads write them.
-    False: training waits until the checkpoint is on the disk."""
+    """True: training continues during a save. The state is copied to host memory (pinned on GPUs) while the next step
+    computes, and threads write the copies. False: training waits until the checkpoint is on the disk."""
     save_retries: int = 3
     """Number of consecutive retries of a failed save, each with the state of a later step. Then the run stops with
     exit code 3."""
     retry_after_steps: int = 10
-    """Steps until the first retry. The wait doubles with each retry. A regular save counts as a retry."""
+    """Steps from a failed save to its first retry. The wait doubles with each retry. A regular save is also a retry."""
     verify: Literal["full", "sizes"] = "full"
     """What a resume checks of a checkpoint. `full`: size and checksum of every file. `sizes`: sizes only."""
     initial_weights: str = ""
-    """Folder of a checkpoint, or of a run for its newest checkpoint, which gives the weights at step 0. Schedules start
-    again. Optimizer and text also start again by default (`initial_state`, `initial_text`). Sequence length, rotary
-    base and scaling, budgets and phases may differ. Gates and indexer may be new. Empty: random weights."""
+    """Folder of a checkpoint, or of a run (for its newest checkpoint), with the weights for step 0. Learning-rate
+    schedules start again, and by default also optimizer state and text (`initial_state`, `initial_text`). Sequence
+    length, rotary embedding, key budgets and phases may differ, and gates and indexer may be new. Empty: random
+    weights."""
     initial_text: Literal["fresh", "continue"] = "fresh"
-    """With `initial_weights`, where the text begins. `continue`: where that checkpoint stopped reading. Text,
+    """With `initial_weights`, where the text begins. `continue`: where the checkpoint's run stopped reading. Text,
     tokenizer and `data.seed` must then be the same."""
     initial_state: Literal["fresh", "continue"] = "fresh"
-    """With `initial_weights`, the optimizer's state. `continue`: that checkpoint's state, step count and position in
-    the text, for a cool-down. Its phase must have trained what the first phase trains, with the same
+    """With `initial_weights`, the optimizer state. `continue`: take state, step count and position in the text from the
+    checkpoint, for a cool-down. Its phase must have trained the same parameters as the first phase here, with the same
     `train.optimizer`."""

@@ -1,4 +1,4 @@
-"""Check what must hold between the fields of a config. Each check returns lines `field = value: wrong; remedy`.
+"""Check that the fields of a config fit together. Each check returns lines `field = value: wrong; remedy`.
 
 This is plain Python, because it runs before torch.distributed starts, and on machines without accelerators.
 """
@@ -81,8 +81,7 @@ NOT_EMPTY = ("run.dir", "data.train_dir", "data.tokenizer", "data.text_field", "
 
 
 def check_config(config: Config, world_size: int) -> list[str]:
-    """Return all mistakes in the values of a config on `world_size` ranks. `file_checks.check_data` checks the
-    files."""
+    """Return all mistakes in the values of a config on `world_size` ranks. `check_files` checks the files."""
     replicas = data_parallel_size(config, world_size)
     return [
         *_check_ranges(config),
@@ -171,7 +170,7 @@ def _check_order(config: Config) -> Iterator[str]:
 
 
 def _check_reading(config: Config) -> Iterator[str]:
-    """Check that reading gives up before the watchdog ends the rank that reads. data.on_bad_shard then decides."""
+    """Check that a failing read gives up before the watchdog ends the rank, so that data.on_bad_shard can decide."""
     data, limit_minutes = config.data, config.parallel.timeout_minutes
     longest_seconds = longest_read_seconds(data)
     if data.read_timeout_seconds > 0 and 0 < limit_minutes * 60 < longest_seconds < math.inf:

@@ -10,68 +10,68 @@ from typing import Literal
 class DataConfig:
     train_dir: str = "data/sample/train"
     """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. All `*.jsonl`, `*.jsonl.zst`,
-    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. Instead, the
-    folder or one sub-folder for each source may hold megatron-core's `*.bin` and `*.idx`, which `prepare.py tokens`
-    also writes."""
+    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. Megatron-core's `*.bin` and
+    `*.idx` (from `prepare.py tokens`) lie in the folder or in one sub-folder per source."""
     validation_dir: str = "data/sample/validation"
-    """Folder or address of the validation text, in the formats of `train_dir`. The set's name is `validation`. It is
-    not read if `validation_sets` names any set."""
+    """Folder or address of the validation text, in the formats of `train_dir`. The set is named `validation`. Ignored
+    if `validation_sets` is set."""
     validation_sets: dict[str, str] = field(default_factory=dict)
-    """Several validation sets, `name: folder`, which replace `validation_dir`. Each is scored separately. A name has
-    letters, digits and _. `validation_loss`, the statistics of attention and the n-gram baselines use the first
-    set."""
+    """Several validation sets, `name: folder`, which replace `validation_dir` and are scored separately. A name has
+    letters, digits and _. Only the first set is used for `validation_loss`, attention statistics and n-gram
+    baselines."""
     tokenizer: str = "data/sample/tokenizer.model"
     """Sentencepiece model or Hugging Face tokenizer.json, also at an fsspec address."""
     eos_token: str = ""
     """Token that ends each document. Empty: sentencepiece's EOS, or `</s>`, `<|endoftext|>`, ... of a
     tokenizer.json."""
     format: Literal["text", "chat"] = "text"
-    """What a line of the shards is. `text`: a document. `chat`: a conversation (field `messages`). Only the
-    assistant's tokens count in its loss (extra `hf`). Fixed for a run."""
+    """What a line of the data files holds. `text`: a document. `chat`: a conversation (field `messages`), where only
+    the assistant's tokens have a loss. Needs the pip extra `hf`. Fixed for a run."""
     chat_template: str = ""
-    """Jinja file that defines how a conversation is written, also at an fsspec address. Empty: `chat_template.jinja`,
-    or the template in `tokenizer_config.json`, in the folder of `tokenizer`. Fixed for a run."""
+    """Jinja template (file or fsspec address) that turns a conversation into text. Empty: `chat_template.jinja`, or the
+    template in `tokenizer_config.json`, in the folder of `tokenizer`. Fixed for a run."""
     text_field: str = "text"
     """Field of JSON lines, or column of Parquet, that holds a document's text. Fixed for a run."""
     seed: int = 0
-    """Seed of the order of shards and documents, and of the choice of documents that a source weight leaves out."""
+    """Seed of the order of shards and documents, and of the choice of documents for source weights."""
     num_lanes: int = 8
-    """Number of lanes: interleaved streams of documents, which fix the global order at any number of ranks. Fixed for a
-    run. Reading is cheapest at a multiple of ranks x workers. Otherwise several readers read each shared lane."""
+    """Number of lanes: streams of documents that take turns to fill sequences, so that the order is the same for any
+    number of ranks. Fixed for a run. Choose a multiple of ranks x workers. Otherwise several readers read each shared
+    lane."""
     shuffle_documents: bool = True
     """Shuffle the documents within each shard."""
     source_weights: dict[str, float] = field(default_factory=dict, metadata={"any_names": True})
-    """How often each document of a source (`meta.redpajama_set_name`, or `unknown`) appears in an epoch: 0 never, 0.5
-    every other epoch, 2 twice. Sources without a weight appear once. Weights may change at a resume. The source of
-    tokens (`*.bin`, `*.idx`) is their sub-folder of `train_dir`, or `unknown`."""
+    """How often each document of a source appears in an epoch: 0 never, 0.5 every other epoch, 2 twice. Sources without
+    a weight appear once. The source is the document's `meta.redpajama_set_name`, or for tokens (`*.bin`, `*.idx`) the
+    sub-folder of `train_dir`, or else `unknown`. Weights may change at a resume."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """How documents fill training sequences. `concatenate`: one after another, cut where a sequence ends. `best_fit`:
-    whole documents that fill the sequence best, so that only documents longer than a sequence are cut. Fixed for a
+    choose whole documents that fill the sequence best, and cut only documents longer than a sequence. Fixed for a
     run."""
     packing_pool_documents: int = 128
     """Documents of each lane among which `best_fit` chooses. A resume reads them again. Fixed for a run."""
     attend_across_documents: bool = False
-    """False: attention, selection and score variance stop at the start of the document, and an EOS predicts nothing.
+    """False: attention, key selection and score variance use only keys of the query's document, and an EOS has no loss.
     True: a sequence is one context."""
     num_workers: int = 0
     """Reader processes per data-parallel rank. 0: the training process reads."""
     prefetch_blocks: int = 64
     """Sequences that all workers of a rank together read ahead."""
     on_bad_shard: Literal["fail", "skip"] = "fail"
-    """What to do with a shard that is missing, unreadable, damaged, a copy of another shard, or has too many bad
+    """What to do with a shard (data file) that is missing, unreadable, damaged, a copy of another, or has too many bad
     lines. `fail`: stop the run. `skip`: leave out the bad part, log it, and count it in `data_skipped_shards`.
     Validation always uses `fail`."""
     max_bad_line_fraction: float = 0.01
-    """Largest share of lines without readable text. These lines are left out and counted. A shard with a larger share
-    is bad."""
+    """Largest share of unreadable lines in a shard. Such lines are left out and counted. A shard with a larger share is
+    bad (`on_bad_shard`)."""
     max_document_bytes: int = 33554432
     """Longer documents are left out and counted. A reader takes about a second per MiB."""
     read_retries: int = 5
     """Number of retries of a read that failed or timed out, after 0.5, 1, 2, 4, ... seconds."""
     read_timeout_seconds: float = 60.0
-    """Seconds without an answer after which a read, an opening or a listing has failed. All tries together must take
-    less than `parallel.timeout_minutes`. If a reader process hangs, the run ends a minute after the reader's last try
-    should have ended."""
+    """Seconds without an answer after which opening, reading or listing files has failed. All tries together must take
+    less than `parallel.timeout_minutes`. If a reader process hangs, the run ends a minute after its last try should
+    have ended."""
 
     @property
     def validation_folders(self) -> dict[str, str]:

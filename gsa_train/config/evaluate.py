@@ -19,21 +19,20 @@ class EvaluateConfig:
     max_blocks: int = 64
     """Number of sequences of each validation set that are scored."""
     split_by_source: bool = False
-    """Score the documents of the validation sequences again, packed by `meta.redpajama_set_name`, for a perplexity per
-    source."""
+    """Also report a perplexity per source (`meta.redpajama_set_name`), for which the validation documents are scored
+    again."""
     ngram_baselines: bool = False
-    """At the end, score unigram and bigram models of the tokens on which the run has trained. This reads the tokens
-    again, so use it for small runs."""
+    """At the end, score unigram and bigram models of the training tokens, which are read again. Only for small runs."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks that are scored between steps: request files (`olmo:hellaswag/rc_5shot`, a folder or `*.jsonl[.gz]`).
-    Scores are `eval/...` in W&B and TensorBoard."""
+    """Tasks to score during training, as request files (`olmo:hellaswag/rc_5shot`, a folder or `*.jsonl[.gz]`). Scores
+    are `eval/...` in W&B and TensorBoard."""
     tasks_every_steps: int = 0
     """Steps between scorings of the tasks. 0: only at the end of the run."""
     tasks_max_questions: int = 0
     """Number of questions of each task, from its start. 0: all."""
     tasks_max_time_percent: float = 2.0
-    """Largest share of the time of steps and tasks that tasks may take, in percent. A scoring that would exceed it is
-    left out, and the log says so. 100: no limit."""
+    """Limit for the time of scoring tasks, in percent of the time of training steps and tasks. A scoring that would
+    exceed it is left out, and the log says so. 100: no limit."""
 
 
 def check_tasks(config: Config) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Check that the folders and files that a config names exist, in plain Python.
 
-A file system whose server is gone never answers, and a call to it cannot be ended. Threads therefore make these calls.
-A thread without an answer is abandoned, and ends with the process.
+If the server of a file system is gone, a call to it never returns and cannot be interrupted. Each call therefore has a
+thread, which is abandoned if it gets no answer, and ends with the process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def check_initial_weights(config: Config) -> list[str]:
 
 
 def check_tasks(config: Config) -> list[str]:
-    """Check request files."""
     tasks = {f"evaluate.tasks.{number}": task for number, task in enumerate(config.evaluate.tasks)}
     return _answers([_Question(task_problems, *each) for each in tasks.items()], config.data)
 

@@ -1,4 +1,4 @@
-"""Compute which gates a layer has, how many, and which of their fields fit together. Plain numbers."""
+"""Compute which gates a layer has and how many, and check which fields of gates fit together."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ FORM = {
 }
 """Maps fields of `gsa` to their values for the paper's gates."""
 ON_HEADS = ("value", "output", "key", "query")
-"""Gates on heads (G2, G1, G3, G4), in the order of their rows in the layer's gate projection. `value` stands for the
+"""Gates on heads, in the order of their rows in the layer's gate projection: G2, G1, G3, G4. `value` is the gate of the
 field `value_gate`."""
 POSITIONS = (*ON_HEADS, "projection")
 """All gates: ON_HEADS, and G5, which acts on the output projection and has a separate module."""
 COMPATIBLE_WITH_FUSED = ("value", "output", "projection")
-"""Gates that allow the fused kernel for split and rotary embedding. The kernel applies G2 and splits off G1's logits.
-G5 acts after attention."""
+"""Gates that allow the fused kernel for the split of QKV and the rotary embedding. The kernel applies the value gate
+G2, and splits off the logits of the output gate G1. G5 acts after attention."""
 
 
 def gate_rows(gsa: GSAConfig, heads: int, kv_heads: int, head_dim: int, hidden_size: int) -> dict[str, int]:
-    """Return a dict from each position to its number of gates per token, or to 0 if the position has no gate.
+    """Return a dict from each position to its number of gates per token, which is 0 if the position has no gate.
 
     The weight that computes the gates of a position has one row per gate.
 

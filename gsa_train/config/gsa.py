@@ -40,29 +40,30 @@ class GSAConfig:
     gate_bias_init: float = 0.0
     """Initial bias b of all gates. With 0 their mean value is 0.5 (section 3.5 of the paper)."""
     output_transform: Literal["none", "rms_norm", "silu"] = "none"
-    """Replaces G1. `rms_norm`: RMSNorm of each head's attention output with one weight for all heads. `silu`: SiLU of
-    the attention output."""
+    """Replaces the output gate. `rms_norm`: RMSNorm of each head's attention output with one weight for all heads.
+    `silu`: SiLU of the attention output."""
     indexer_heads: int = 4
     """Number of heads H_I of the lightning indexer."""
     indexer_dim: int = 64
     """Head size d_I of the indexer."""
     indexer_activation: Literal["sigmoid", "relu", "plain", "qsa"] = "sigmoid"
-    """Activation of the indexer's scores. `sigmoid`: GSA (eq. 7). `relu`: DSA, with unbounded head weights. `plain`:
-    `sigmoid` without head weights. `qsa`: `relu` without head weights."""
+    """Activation of the scores by which the indexer selects keys. `sigmoid`: as in the paper (eq. 7). `relu`: as in
+    DeepSeek Sparse Attention, with unbounded head weights. `plain`: `sigmoid` without head weights. `qsa`: `relu`
+    without head weights."""
     indexer_norm: bool = False
     """Apply RMSNorm to each head's query and to the key of the indexer, before their rotary embedding."""
     indexer_rope: bool = False
     """Apply a rotary embedding to the indexer's queries and key, as in DeepSeek's indexer."""
     indexer_temperature: Union[float, str] = 1.0  # noqa: UP007 - OmegaConf reads typing.Union
-    """beta in softmax(beta * I) of the indexer loss: a number, or `learned`, which starts at 1. The paper has 1."""
+    """Factor beta on the indexer's scores I in softmax(beta * I) of the indexer loss: a number, or `learned`, which
+    starts at 1. The paper has 1."""
     indexer_loss_row_fraction: float = 1.0
-    """Share 1 / n of the queries on which training computes the indexer loss. The loss uses every n-th group of 128
-    queries (32 with key lists). n micro-batches in a row use each query position once, from an offset drawn for each
-    step. The estimate is unbiased. Below 1 the loss is cheaper and noisier. Validation uses all queries. The paper has
-    1."""
+    """Share 1 / n of the queries that the indexer loss uses in training: every n-th group of 128 queries (32 with key
+    lists). A random offset moves with each micro-batch, so that n micro-batches use each query position once. Below 1
+    the loss is cheaper and noisier, but unbiased. Validation uses all queries. The paper has 1."""
     adaptive_k: Literal["inverse", "direct", "off"] = "inverse"
-    """How a query's budget of keys is computed (eq. 8), with var the variance of its scores and ema the moving average
-    of var. `inverse`: k_base * ema / var. `direct`: k_base * var / ema. `off`: k_base."""
+    """Formula for the number of keys that a query selects (eq. 8). var is the variance of the query's scores, and ema
+    its moving average. `inverse`: k_base * ema / var. `direct`: k_base * var / ema. `off`: k_base."""
     k_base: int = 2048
     """Keys per query before adaptation."""
     k_min: int = 256
@@ -81,13 +82,13 @@ class GSAConfig:
     """`triton`: fused kernels (GPU). `reference`: plain torch with L x L tensors. `auto`: `triton` on a GPU if its
     kernels support the config, otherwise `reference`. The start of the run logs the choice."""
     attention_kernel: Literal["auto", "masked", "gathered"] = "auto"
-    """Fused kernel that attends to the selected keys. `masked`: every tile of keys, under a packed mask. `gathered`:
-    only the keys that any of 32 neighbouring queries selects, from key lists. `auto`: `masked` below 16384 tokens,
-    `gathered` above 32768 tokens, and in between the faster one for the measured density of the selection."""
+    """Fused kernel for sparse attention. `masked` computes every tile of keys under a packed mask (one bit per key).
+    `gathered` computes only keys that any of 32 neighbouring queries selects, from key lists. `auto`: `masked` below
+    16384 tokens, `gathered` above 32768 tokens, in between the faster one for the measured density of selected keys."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
-    """Kernel for dense attention without an indexer loss, if the fused kernels are in use: our kernel (`triton`),
-    torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. Other
-    kernels may not repeat bit for bit. `auto` is `triton`."""
+    """Kernel for dense attention without an indexer loss, if `attention_impl` chooses `triton`: our kernel (`triton`),
+    torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The
+    others may not be bit-reproducible. `auto` is `triton`."""
 
     @property
     def most_selected_keys(self) -> int:

@@ -10,7 +10,6 @@ from gsa_train.config.sections import Config
 
 
 def check_kernels(config: Config) -> Iterator[str]:
-    """Yield mistakes in the fields that name kernels."""
     if config.gsa.attention_impl == "triton":
         for reason in unsupported_by_kernels(config):
             wrong = f"cannot run {reason}"

@@ -1,7 +1,7 @@
 """Build a dataclass from a YAML file and `key=value` arguments, and collect every mistake.
 
-A scalar in the file or on the command line is text. Only the type of the field decides what the text means. For
-example, `off` means false for a bool field, but stays the word `off` for a field that has `off` among its choices.
+Scalars in the file and on the command line are read as text, and the type of the field decides what this text means.
+For example, `off` means false for a bool field, but stays the word `off` for a field that has `off` among its choices.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Problems:
         self._unusable.update({field, *meant})
 
     def explain(self, line: str) -> bool:
-        """Return True if `line` is about a field without a usable value, so that an earlier mistake explains it."""
+        """Return True if an earlier mistake explains `line`, because it left the field in `line` without a value."""
         # A section is named as `model = ...` or inside `model.num_layers`; the bare word may be prose.
         endings = {field: r"(?!\w)" if "." in field else r"(?:\.\w| = )" for field in self._unusable}
         return any(re.search(rf"(?<![\w.]){re.escape(field)}{end}", line) for field, end in endings.items())
@@ -120,15 +120,15 @@ SHIPPED = (Path(__file__).parents[1] / "configs", Path(__file__).parents[2] / "c
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the config's file. A bare name such as `demo` means the project's config of that name, unless a file of
-    this name exists."""
+    """Return the config's file. A bare name such as `demo` means the shipped config of that name, unless a file of this
+    name exists."""
     bare = Path(path).name == str(path) and not Path(path).exists()
     named = [folder / f"{path}.yaml" for folder in SHIPPED if bare]
     return next((file for file in named if file.is_file()), Path(path))
 
 
 def read_yaml(path: str | Path, kind: str = "config") -> dict[Any, Any]:
-    """Read the tree of a YAML file, or of a config of the project by its name.
+    """Read the tree of a YAML file, or of a shipped config by its name.
 
     Args:
         kind: `config`, or another kind of file, for which an error suggests no names of configs.
@@ -421,8 +421,8 @@ def _meant(known: list[str], key: str, value: object, prefix: str, root: type) -
 def fields_named(key: str, root: type) -> list[str]:
     """Return the fields that a user may mean by `key`, as `section.field` of a config of class `root`.
 
-    If another framework has a setting with the name `key`, the result is our field for this setting. Otherwise, the
-    result is every field with the name `key`, in any section.
+    If another framework has a setting `key`, the result is our field for this setting. Otherwise, it is every field
+    `key`, in any section.
     """
     names = field_names(root)
     if FIELD_OF.get(key) in names:

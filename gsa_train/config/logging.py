@@ -13,8 +13,8 @@ class LoggingConfig:
     tensorboard: bool = True
     """Write TensorBoard events to the run folder."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Use of Weights & Biases. `offline`: records stay in the run folder for `wandb sync`. `auto`: the variable
-    WANDB_MODE decides. If it is not set, W&B is online if an API key is configured, and offline otherwise."""
+    """Use of Weights & Biases. `offline`: records stay in the run folder for `wandb sync`. `auto`: as the variable
+    WANDB_MODE says. If it is not set, W&B is online if an API key is configured, else offline."""
     wandb_project: str = "gsa_train"
     """Project in Weights & Biases."""
     wandb_entity: str = ""

@@ -17,8 +17,8 @@ class RopeScalingConfig:
     """Has the fields of transformers' `rope_parameters`."""
 
     rope_type: Literal["default", "yarn"] = "default"
-    """`default`: no scaling. `yarn`: YaRN (arXiv 2309.00071), for longer sequences than in earlier training. It slows
-    channels of a head down by `factor` if they rotate less than `beta_slow` times within the original length."""
+    """`default`: no scaling. `yarn`: YaRN (arXiv 2309.00071) extends a trained model to longer sequences. It slows
+    down, by `factor`, channels of a head that rotate less than `beta_slow` times within the original length."""
     factor: float = 1.0
     """New length divided by the original length, 1 or more."""
     original_max_position_embeddings: int = 0
@@ -28,8 +28,8 @@ class RopeScalingConfig:
     beta_slow: float = 1.0
     """Rotations within the original length below which a channel is slowed down by the whole factor."""
     attention_factor: float = 0.0
-    """Factor on the rotary embedding of Q and K. 0: 0.1 ln(factor) + 1. The indexer (`gsa.indexer_rope`) does not use
-    it."""
+    """Factor on the rotary embedding of Q and K. 0 means 0.1 ln(factor) + 1. The indexer (`gsa.indexer_rope`) does not
+    use it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ModelConfig:
     """Rotary embedding for longer sequences."""
     rotary_percent: float = 1.0
     """Share of each head's channels that the rotary embedding rotates: the first ones, rounded down to whole
-    channels. Qwen3-Next has 0.25."""
+    channels."""
     qkv_bias: bool = False
     """The projections of Q, K and V have biases, as in Qwen2. They start at 0."""
     qk_norm: bool = False

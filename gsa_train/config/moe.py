@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MoEConfig:
     experts: int = 0
-    """Routed experts of a layer. Each is a SwiGLU. 0: all feed-forward layers are dense, of
+    """Routed experts of a layer. Each is a SwiGLU. 0: all feed-forward layers are dense, of width
     `model.ffn_hidden_size`."""
     top_k: int = 2
     """Number of experts to which a token is sent."""
@@ -29,30 +29,30 @@ class MoEConfig:
     first_dense_layers: int = 0
     """Layers at the start of the model that stay dense."""
     layer_interval: int = 1
-    """After the first dense layers, the first and then every `layer_interval`-th layer has experts. The other layers
-    are dense."""
+    """After `first_dense_layers`, the next and then every `layer_interval`-th layer has experts. Other layers are
+    dense."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """How a token's score of each expert is computed from the router's logits, in fp32. The scores of the chosen
-    experts, divided by their sum, weight the experts' outputs."""
+    """Function from the router's logits to a token's scores of the experts, in fp32. The outputs of the chosen experts
+    are averaged, weighted by these scores."""
     routed_scale: float = 1.0
     """Factor on the weighted sum of the routed experts. DeepSeek-V3 has 2.5."""
     balancing: Literal["none", "global_batch", "aux_free"] = "global_batch"
-    """What balances the experts' loads. `global_batch`: a loss (arXiv 2501.11873) with the loads of the previous
-    step's global batch, independent of layout and micro-batches. `aux_free`: with router_score=sigmoid, a bias per
-    expert that affects only the choice of experts and moves against the expert's load after each step (arXiv
-    2408.15664)."""
+    """What balances the experts' loads. `global_batch`: a loss (arXiv 2501.11873) from the loads of the previous step's
+    global batch, so that layout and micro-batches do not matter. `aux_free` (arXiv 2408.15664): a bias per expert,
+    which affects only the choice of experts, moves against the expert's load after each step. It needs
+    router_score=sigmoid."""
     balance_coeff: float = 1e-3
-    """Coefficient of the loss of `global_batch`, like megatron-core's `moe_aux_loss_coeff`. Each layer adds experts x
-    the sum of (share of the choices x mean score), which is 1 if the loads are even. A coefficient c of transformers
-    (`router_aux_loss_coef`) corresponds to c x `top_k` / layers."""
+    """Coefficient of the loss of `global_batch`, as megatron-core's `moe_aux_loss_coeff`. Each layer adds `experts` x
+    the sum over experts of (share of the choices x mean score), which is 1 for even loads. A coefficient c of
+    transformers (`router_aux_loss_coef`) corresponds to c x `top_k` / layers."""
     bias_update_rate: float = 1e-3
     """Amount by which an update moves each bias of `aux_free`. The default is DeepSeek-V3's value."""
     z_loss_coeff: float = 1e-3
     """Coefficient of the mean squared log-sum-exp of the router's logits, which each layer adds to the loss. ST-MoE
     has 1e-3. 0: none."""
     capacity_factor: float = 0.0
-    """An expert takes at most this multiple of its even share (tokens x top_k / experts) of each sequence. It drops
-    later tokens. 0: nothing is dropped."""
+    """An expert takes at most this multiple of its even share (tokens x top_k / experts) of a sequence, and drops the
+    sequence's later tokens. 0: nothing is dropped."""
     experts_impl: Literal["grouped", "sequential"] = "grouped"
     """`grouped`: one grouped matrix product computes the experts of a rank. `sequential`: megatron-core's
     SequentialMLP computes one expert after the other."""
@@ -90,7 +90,7 @@ def check_moe(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_unread(config: Config) -> Iterator[str]:
-    """Check that other fields have their defaults without experts, because nothing reads them."""
+    """Check that, without experts, other fields have their defaults, because nothing reads these fields."""
     for field in dataclasses.fields(MoEConfig):
         if field.name != "experts" and getattr(config.moe, field.name) != field.default:
             remedy = f"leave it at {field.default}, or set moe.experts"

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MonitorConfig:
     action: Literal["log", "skip", "stop"] = "log"
-    """Reaction to a spike. `log`: record it. Only a non-finite loss or gradient stops the run. `skip`: leave out the
-    update of each spiking step, as `stop` also does. `stop`: end with exit code 13."""
+    """Reaction to a spike of the loss or gradient norm. `log`: record it. `skip`: also skip the updates of spiking
+    steps. `stop`: after `patience_steps` such steps, also end with exit code 13. With `log`, only a non-finite loss or
+    gradient stops the run."""
     window_steps: int = 128
     """Steps of history with which a step is compared."""
     min_history_steps: int = 64
@@ -22,33 +23,33 @@ class MonitorConfig:
     sigmas: float = 6.0
     """Rise of a single step that makes it a spike, in standard deviations of the noise."""
     lasting_sigmas: float = 3.0
-    """Rise, in standard deviations of the noise, that makes a spike if it lasts `lasting_steps`. The rise must also
-    reach half of `loss_min_rise_nats`, or of the log of `grad_norm_min_ratio`."""
+    """A rise of this many standard deviations of the noise is a spike if it lasts `lasting_steps`. It must also reach
+    half of `loss_min_rise_nats` (for the gradient norm: half of the log of `grad_norm_min_ratio`)."""
     lasting_steps: int = 8
-    """Steps in a row above `lasting_sigmas` that make the last step a spike. The text alone can raise the loss of up
-    to 6 steps in a row, because neighbouring batches come from the same shards."""
+    """Number of steps in a row above `lasting_sigmas` that make a spike. The text alone can raise the loss of up to 6
+    steps in a row, because neighbouring batches come from the same shards."""
     loss_min_rise_nats: float = 0.2
     """Smallest rise of the loss, in nats, that can be a spike, even if the loss varied little before."""
     grad_norm_min_ratio: float = 4.0
-    """Smallest factor by which a gradient norm rises in a spike. Rare documents alone cause factors of 3. At a
-    factor of 4.5, the square of this one gradient outweighs the 20 squares that AdamW's second moment averages at
-    beta 2 = 0.95. If `train.grad_clip` scales the gradient down, a large norm alone is a spike only if it lasts, or if
-    the factor reaches the square of this field."""
+    """Smallest factor by which the gradient norm rises in a spike. Rare documents alone cause factors of 3. From a
+    factor of 4.5 on, a single gradient dominates AdamW's second moment (at beta 2 = 0.95). If `train.grad_clip` scales
+    the gradient down and the loss does not rise, the norm must rise by the square of this field, or stay large."""
     patience_steps: int = 3
     """Spiking steps in a row before `stop` acts. The updates of these steps are left out."""
     max_skips_in_a_row: int = 50
     """Number of updates left out in a row after which `skip` stops the run."""
     recheck_every_steps: int = 0
-    """Steps between steps whose forward and backward pass is computed twice. Loss and each rank's gradients must be
-    equal bit for bit. 0: never."""
+    """Interval, in steps, at which a step's forward and backward pass is computed twice. Loss and each rank's gradients
+    must be equal bit for bit. 0: never."""
     recheck_spikes: bool = False
     """Compute each spiking step twice before any reaction. The host then waits for the device at every step."""
     compare_replicas_every_steps: int = 0
-    """Steps between bit-for-bit comparisons of the weights of all data-parallel replicas. A comparison also
-    precedes each save. 0: never."""
+    """Interval, in steps, at which the weights of all data-parallel replicas are compared bit for bit. A comparison
+    also precedes each save. 0: never."""
     on_corruption: Literal["stop", "log"] = "stop"
-    """Reaction if bits differ. `stop`: end the run with exit code 14. A restart continues from the last checkpoint.
-    `log`: record the event `corruption` and continue. If a step was computed twice, its second result counts."""
+    """Reaction if a recomputed step or a replica differs. `stop`: end the run with exit code 14. A restart continues
+    from the last checkpoint. `log`: record the event `corruption` and continue. If a step was computed twice, its
+    second result counts."""
 
 
 UNREPEATABLE = ("cudnn", "flash_sdpa")

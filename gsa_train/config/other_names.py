@@ -1,6 +1,6 @@
 """Lists names of settings in Megatron-LM, torchtitan, nanochat and transformers, and names of removed fields.
 
-A config with one of them is refused. The message names our field if there is one.
+A config with one of these names is refused. The message names our field, if there is one.
 """
 
 from __future__ import annotations
@@ -81,22 +81,21 @@ REMOVED: dict[str, tuple[object, ...]] = {
     "monitor.rewind_skip_after_steps": (100,),
     "monitor.max_rewinds": (3,),
 }
-"""Maps each removed field to the values with which a config still loads, so that earlier runs and checkpoints stay
-usable."""
+"""Maps each removed field to the values that a config may still have, so that earlier runs and checkpoints load."""
 MODEL_SECTIONS = frozenset(["model", "gsa", "moe"])
 """Sections whose fields change the model."""
 WHY_REMOVED = "removed; release studies-0.1 or commit 56919bd1 has it"
 """The reason in the error for a removed field with another value."""
 
 SAVED_VALUES = {("monitor.action", "rewind"): "stop", ("monitor.action", "lower_lr"): "skip"}
-"""Maps removed (field, value) in the config of a checkpoint to a present value. A new config may not have them."""
+"""Maps (field, removed value) in a checkpoint's config to a present value. A new config may not have removed values."""
 RENAMED_VALUES = {("checkpoint.initial_text", "anew"): "fresh"}
 """Maps (field, earlier value) to the value's present name. The configs of earlier runs have the earlier value."""
 
 
 def any_value_loads(removed_field: str) -> bool:
-    """Return whether a checkpoint's value of the removed field can be ignored. It can if the field did not change the
-    model."""
+    """Return whether any value of the removed field in a checkpoint can be ignored, because the field did not change
+    the model."""
     return removed_field.split(".")[0] not in MODEL_SECTIONS
 
 

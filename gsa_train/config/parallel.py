@@ -23,20 +23,20 @@ class ParallelConfig:
     """Context-parallel ranks. Each holds `context_chunks` chunks of every sequence and attends to the keys of the
     whole sequence."""
     context_chunks: int = 2
-    """Chunks of a sequence on each context-parallel rank, an even number. With 2 all ranks have the same causal work.
-    More chunks balance work and memory over selected keys, but need more kernel launches."""
+    """Chunks of a sequence on each context-parallel rank, an even number. With 2, all ranks have the same work in dense
+    attention. More chunks also balance work and memory in sparse attention, but need more kernel launches."""
     pipeline: int = 1
     """Pipeline stages (1F1B). The ranks left after tensor x context x pipeline are data parallel."""
     virtual_pipeline: int = 1
     """Model chunks per stage (interleaved 1F1B). With more chunks, stages wait less and send more. Above 1, the number
     of micro-batches of a step must be a multiple of `pipeline`."""
     pipeline_layers: list[int] = field(default_factory=list)
-    """Layers of each model chunk in the order of the model, pipeline x virtual_pipeline numbers. Chunk i belongs to
+    """Number of layers of each model chunk, in model order: pipeline x virtual_pipeline numbers. Chunk i belongs to
     stage i % pipeline. Empty: all chunks have the same number of layers. The first chunk also holds the embedding, and
     the last chunk the output layer and the loss."""
     expert: int = 1
-    """Expert-parallel ranks (`moe`). Each rank holds `moe.experts` / `expert` experts of every layer. These ranks are
-    neighbours among the tensor x context x data ranks of a stage, and exchange tokens."""
+    """Expert-parallel ranks (`moe`), which exchange tokens. Each holds `moe.experts` / `expert` experts of every layer.
+    They are neighbours among the tensor x context x data ranks of a pipeline stage."""
     expert_tensor: int = 1
     """Ranks that split the width of each expert: 1, or `tensor`. With 1 each expert is whole, even if `tensor` splits
     everything else."""
@@ -47,13 +47,12 @@ class ParallelConfig:
     """With strategy=deepspeed, what is sharded. 1: the optimizer state. 2: also the gradients. 3: also the weights."""
     offload_optimizer: bool = False
     """With strategy=deepspeed, keep the optimizer's fp32 weights and moments in host memory, where the CPUs update
-    them. Give each rank OMP_NUM_THREADS. A run on CPUs saves no memory by this."""
+    them. Set OMP_NUM_THREADS for each rank. Saves no memory in a run on CPUs."""
     distributed_optimizer: bool = True
     """With strategy=megatron: shard the optimizer state over the data-parallel ranks."""
     optimizer_instances: int = 1
-    """With distributed_optimizer, number of groups of data x context ranks that each hold a whole optimizer state,
-    sharded within the group (HSDP). It must divide data x context. More groups take more memory, and send only reduced
-    gradients between groups."""
+    """With distributed_optimizer, number of groups that divide the data x context ranks evenly (HSDP). Each group
+    shards a whole optimizer state over its ranks. More groups take more memory, but exchange only reduced gradients."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are summed over micro-batches and ranks. `bf16` halves their memory and traffic, rounds
     each sum, and needs bf16 weights."""
@@ -62,12 +61,12 @@ class ParallelConfig:
     overlap_param_gather: bool = False
     """Gather updated parameters during the forward pass. It needs distributed_optimizer and overlap_grad_reduce."""
     timeout_minutes: float = 10.0
-    """Minutes after which a collective has failed, and after which a rank without progress counts as hanging. The run
-    then ends with an error that names the rank. Choose more than the longest compilation, save, or 32 micro-batches of
-    a validation. Steps have the shorter `hang_limit_seconds`."""
+    """Minutes after which a collective fails, and a rank without progress counts as hanging. The run then ends with an
+    error that names the rank. Choose more than the longest compilation, save, or 32 micro-batches of validation.
+    Training steps have the shorter limit `hang_limit_seconds`."""
     hang_limit_seconds: float = 0.0
     """Seconds without progress after which a step hangs, at most `timeout_minutes`. 0: five times the slowest of the
-    last 32 steps, at least 40. Other work has the limit `timeout_minutes`: the start, a phase's first steps,
+    last 32 steps, at least 40 seconds. Other work has the limit `timeout_minutes`: the start, a phase's first steps,
     compilation, reading text, logs, validation, tasks, saves and the end."""
 
 
@@ -140,7 +139,7 @@ def nearest(value: int, unit: int) -> str:
 
 
 def undivided_chunk(config: Config, unit: int) -> int:
-    """Return the layers of the first chunk that are not a multiple of `unit`, or 0 if all are."""
+    """Return the number of layers of the first chunk where `unit` does not divide it, or 0."""
     return next((layers for layers in chunk_layers(config) if unit > 0 and layers % unit != 0), 0)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class RunConfig:
     name: str = "run"
-    """Name of the run. Its folder is `<dir>/<name>`. A second start with the same folder resumes from its `latest`."""
+    """Name of the run. Its folder is `<dir>/<name>`. A second start with this folder resumes from its newest
+    checkpoint."""
     dir: str = "runs"
     """Folder that holds the run folders."""
     seed: int = 1234
@@ -17,9 +18,9 @@ class RunConfig:
     """Folder of compiled Triton kernels, which all ranks share and restarts reuse. Empty: `.triton_cache` in `dir`.
     `TRITON_CACHE_DIR` in the environment takes precedence."""
     health_check_seconds: float = 4.0
-    """Seconds of matrix products with known results on each GPU before a start. The check also tests the GPU's memory
-    and the links between ranks. A bad device is named and ends the start with exit code 15. CPUs
-    compute two small products. 0: no check."""
+    """Seconds for which each GPU, before a start, computes matrix products with known results. The check also tests the
+    GPU's memory and the links between ranks. A bad device is named and ends the start with exit code 15. CPUs compute
+    two small products. 0: no check."""
     time_limit_minutes: float = 0.0
     """Minutes after its start at which the run saves, stops and exits with code 75; 0 = no limit."""
     slurm_margin_minutes: float = 5.0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RampStage:
     until_tokens: int = 0
     """The stage ends with the step that reaches this number of tokens, counted from the start of the run. After a
-    resume with other stages, the step number counts as if the run had always had them."""
+    resume with other stages, batches follow from the step number, as if the run had always had these stages."""
     global_batch_size: int = 0
     """Sequences per optimizer step in this stage, at most `train.global_batch_size`."""
 
@@ -37,30 +37,30 @@ class TrainConfig:
     """Type of weights and activations. `auto`: bf16 on GPUs, fp32 on CPUs. With bf16 the optimizer keeps fp32
     weights."""
     fused_ops: Literal["auto", "triton", "none"] = "auto"
-    """`triton`: one kernel computes each pass of SwiGLU, of cross-entropy, of split + rotary embedding + G2 (heads of
-    32, 64, 128 or 256, with rotary_percent 1 and without qk_norm), and of the indexer's split + norms + rotary
-    embedding. With bf16 weights, matrix products also add gradients in fp32. `none`: the operations run one by one.
-    `auto`: `triton` on GPUs."""
+    """`triton`: fused kernels for SwiGLU, cross-entropy, the indexer's split + norms + rotary embedding, and the split
+    + rotary embedding + value gate of QKV (head_dim 32, 64, 128 or 256, rotary_percent 1, no qk_norm). With bf16
+    weights, matrix products also add weight gradients to fp32 buffers. `none`: the operations run one by one. `auto`:
+    `triton` on GPUs."""
     cuda_graphs: bool = False
-    """Run the forward and backward pass of a micro-batch as a CUDA graph, so that the host's launches do not limit the
-    speed. The bits stay the same. Logged steps, validation and phases that train only the indexer run without a graph,
-    and so does the last micro-batch of a step with `parallel.overlap_grad_reduce`. Only validation needs memory in
-    addition to the graph's memory. Tensor, context, pipeline and expert parallelism and recomputation are excluded."""
+    """Run the forward and backward pass of a micro-batch as a CUDA graph, so that kernel launches on the host do not
+    limit the speed. The bits stay the same. Logged steps, validation, phases that train only the indexer, and (with
+    `parallel.overlap_grad_reduce`) a step's last micro-batch use no graph. Validation needs additional memory. Not with
+    tensor, context, pipeline or expert parallelism or recomputation."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again to save memory: none, attention after its projections
     (`selective`), or whole layers (`full`)."""
     recompute_num_layers: int = 1
     """With recompute=full, number of layers that are recomputed together."""
     linear_layers: str = "megatron"
-    """What computes the matrix products of attention and feed-forward layers. `megatron`: megatron-core's layers in
-    the working precision. `fp8`: products in FP8 with one scale per matrix, on GPUs of compute capability 8.9 or more.
-    Weights, optimizer and checkpoints stay the same. Experts are excluded."""
+    """Precision of the matrix products in attention and feed-forward layers. `megatron`: megatron-core's layers in the
+    working precision. `fp8`: FP8 with one scale per matrix, on GPUs of compute capability 8.9 or more. Weights,
+    optimizer and checkpoints stay the same. Not with experts."""
     objective: str = "cross_entropy"
     """Loss of a token in training. Validation always scores the cross-entropy."""
     optimizer: str = "adamw"
     """Optimizer that updates the weights. `muon`: Muon for the matrices of attention, feed-forward layers, experts,
-    gates and indexer, and AdamW for embedding, output layer, routers, norms and biases. Learning rates and weight decay
-    are AdamW's."""
+    gates and indexer, and AdamW for embedding, output layer, routers, norms and biases. Muon uses AdamW's learning
+    rates and weight decay."""
     muon_momentum: float = 0.95
     """Muon: decay per step of the momentum (Nesterov)."""
     muon_num_ns_steps: int = 5
@@ -82,21 +82,21 @@ class TrainConfig:
     """Weight of the output layer's z-loss in training: the square of the log of the softmax's denominator, per token.
     It keeps the logits small; 1e-4 and 1e-5 are usual. 0: none."""
     qk_clip: float = 0.0
-    """Threshold of QK-clip (Kimi K2) for a head's largest log-sum-exp of attention logits. After an update, query and
-    key weights of heads above it are scaled down. The log-sum-exp is at most ln(keys) above the largest logit. 100 is
-    usual. 0: none."""
+    """Threshold of QK-clip (Kimi K2). After an update, a head's query and key weights are scaled down if the largest
+    log-sum-exp of its attention logits is above the threshold. (It exceeds the largest logit by at most ln(keys).) 100
+    is usual. 0: none."""
     weight_average_decay: float = 0.0
     """Decay per optimizer step of a moving average of the weights, in fp32 and sharded like the optimizer's state.
-    Checkpoints contain the average, and `launch/average_weights.py` turns it into a checkpoint. The average covers the
-    phase, and the phases before it if the phase has `keep_optimizer`. 0: none."""
+    Checkpoints contain the average, and `launch/average_weights.py` makes it a checkpoint of its own. Each phase starts
+    a new average, except a phase with `keep_optimizer`. 0: none."""
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps, counted from 1 as in the metrics, whose batches are read but not trained on. Step number and learning
     rate continue."""
 
 
 def check_muon(config: Config) -> Iterator[str]:
-    """Yield a line for each setting with which Muon cannot run. If the config uses another optimizer, yield a line for
-    each setting of Muon that was changed, because it has no effect."""
+    """Yield a line for each setting with which Muon cannot run. With another optimizer, yield a line for each changed
+    setting of Muon, which has no effect."""
     train = config.train
     if train.optimizer == "muon" and config.parallel.strategy == "deepspeed":
         wrong = (
@@ -110,7 +110,6 @@ def check_muon(config: Config) -> Iterator[str]:
 
 
 def check_qk_clip(config: Config) -> Iterator[str]:
-    """Yield what excludes QK-clip."""
     field, layout, dense = "train.qk_clip", config.parallel.strategy, config.gsa.dense_attention
     if config.train.qk_clip == 0:
         return
@@ -129,7 +128,6 @@ def check_qk_clip(config: Config) -> Iterator[str]:
 
 
 def check_fp8(config: Config) -> Iterator[str]:
-    """Yield what excludes linear layers in FP8."""
     model, train, parallel = config.model, config.train, config.parallel
     if train.linear_layers != "fp8" or min(parallel.tensor, parallel.context) < 1:
         return

@@ -1,7 +1,7 @@
-"""Distribute blocks of tokens: one rank of each data-parallel replica reads them, and the other ranks receive them.
+"""Distribute blocks of tokens: one rank of each data-parallel replica reads them and sends them to the other ranks.
 
-All pipeline stages need the tokens, because every layer limits attention to a document, and the tokens say where
-documents end. One broadcast per step sends the tokens before the pipeline schedule starts, because inside the schedule
+All pipeline stages need the tokens, because in every layer a query attends only to its document, and the tokens say
+where documents end. One broadcast per step sends them before the pipeline schedule starts, because inside the schedule
 the stages work on different micro-batches.
 """
 
@@ -69,8 +69,8 @@ def mean_causal_keys(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
 
 
 def counted_rows(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-    """Returns the number of queries with at least two causal keys: fp32, 0-d, on the device. Other queries
-    (first tokens of documents, filler) have nothing to choose, and no mean of the indexer counts them."""
+    """Returns the number of queries with at least two causal keys: fp32, 0-d, on the device. Other queries (first
+    tokens of documents, filler) have no choice of keys, so means over the indexer's queries leave them out."""
     return torch.stack([(batch.causal_keys() >= 2).sum() for batch in micro_batches]).sum().float()
 
 
@@ -78,8 +78,8 @@ def to_micro_batch(blocks: torch.Tensor, eos_id: int, attend_across_documents: b
     """Derive inputs, labels, documents and loss mask from tokens int32 [B, L + 1], equal on every rank.
 
     Each FILLER token (padding) becomes an EOS that is a document by itself, so no other query sees it. FILLER tokens
-    and tokens with the mark UNSCORED get no loss. If an EOS has this mark, for example inside a conversation, the EOS
-    does not end the document.
+    and tokens with the mark UNSCORED get no loss. An EOS with this mark, for example inside a conversation, does not
+    end the document.
     """
     is_scored = (blocks[:, 1:] & UNSCORED) == 0  # FILLER is not scored either
     blocks = blocks.long().masked_fill(blocks == FILLER, eos_id)
@@ -160,7 +160,7 @@ class TrainBatches:
         check_same(gather_outcomes(outcome, parallel), "data.train_dir")
 
     def _open_corpus(self, state: dict[str, Any] | None) -> tuple[Corpus | DataFault | None, str]:
-        """Returns the text (None on ranks that do not need it), and the names of files that differ from
+        """Returns the text (None on ranks that do not need it), and the names of files that differ from those in
         `state`. The main rank compares the files for all. Collective."""
         corpus: Corpus | DataFault | None = None
         shared: list[Any] = ["", {}]
@@ -409,7 +409,7 @@ def replay_training_blocks(
 ) -> Iterator[np.ndarray]:
     """Yields again the sequences that the run read up to the state `end`, in arrays int32 [n, L + 1].
 
-    Raises StateMismatch after the last sequence if the replay does not end at the positions in `end`, which means that
-    the run has read other sequences.
+    Raises StateMismatch after the last sequence if the replay does not end at the positions in `end`, because the run
+    has then read other sequences.
     """
     return replay_blocks(open_training_corpus(config), tokenizer, stream_config(config), end)

@@ -47,9 +47,9 @@ def chat_template_of(config: Config) -> ChatTemplate:
 
 
 def companions_of(config: Config) -> Companions:
-    """Returns the files that checkpoints keep in addition to the tokenizer's files.
+    """Returns the files that checkpoints keep in addition to the tokenizer.
 
-    Runs on conversations need these files. Initial weights may also come from such a run.
+    A run on conversations (`data.format=chat`) needs these files, and so does a run that starts from its weights.
 
     Raises TokenizerError if a file is damaged, or a run on conversations has no template.
     """

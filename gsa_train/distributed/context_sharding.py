@@ -1,12 +1,11 @@
 """Decide which tokens of a sequence each context-parallel rank holds.
 
 If there are n ranks, the sequence is cut into c groups of n chunks, and each rank holds one chunk of every group.
-Rank r holds chunk r of a group if the group's index (from 0) has an even number of 1 bits in binary, and chunk
-n - 1 - r otherwise.
+Rank r holds chunk r of a group if the group's index (from 0) has an even number of 1 bits, and else chunk n - 1 - r.
 
-With two groups, rank r holds chunks r and 2 n - 1 - r of the sequence, which is the zig-zag of megatron-core. If
-queries attend to all causal keys, the zig-zag gives all ranks the same work. If queries attend to selected keys, the
-cost of a query grows over the first positions and then hardly changes. More than two groups balance this cost.
+With two groups, rank r holds chunks r and 2 n - 1 - r of the sequence, which is the zig-zag of megatron-core. In dense
+attention, the zig-zag gives all ranks the same work. In sparse attention, a query's cost grows over the first positions
+and then hardly changes, and more groups balance it better.
 """
 
 from __future__ import annotations

@@ -125,9 +125,9 @@ def install() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    # `with torch.device(...)` recognizes functions by a list that torch makes at its first use. The list must contain
-    # torch's own functions, which the replacements call. Otherwise transformers creates models on the CPU instead of
-    # "meta", and they stay unfilled.
+    # `with torch.device(...)` recognizes functions by a list that torch makes at its first use. Make it before the
+    # replacements, because it must contain torch's own functions, which they call. Otherwise transformers creates
+    # models on the CPU instead of "meta", and they stay unfilled.
     _device_constructors()
     for name in _MAKERS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

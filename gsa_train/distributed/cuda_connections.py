@@ -1,10 +1,9 @@
 """Set CUDA_DEVICE_MAX_CONNECTIONS, the number of work queues between the host and a CUDA device (CUDA's default is 8).
 
-With tensor parallelism, megatron-core starts a collective, and then a matrix product that runs at the same time and
-hides the collective. A single work queue makes sure that the collective is scheduled first (see
-tensor_parallel/layers.py in megatron-core). Megatron-LM therefore refuses more than one queue (see its
-training/arguments.py), with two exceptions: Blackwell and later GPUs do not need a single queue, and FSDP needs
-several queues to all-gather each layer's weights.
+With tensor parallelism, megatron-core starts a collective, and then a matrix product that hides it by running at the
+same time. A single work queue makes sure that the GPU schedules the collective first (see tensor_parallel/layers.py in
+megatron-core). Megatron-LM therefore refuses more than one queue (see its training/arguments.py), with two exceptions:
+Blackwell and later GPUs do not need a single queue, and FSDP needs several queues to all-gather each layer's weights.
 
 CUDA reads CUDA_DEVICE_MAX_CONNECTIONS when the program first asks for devices, as in `torch.cuda.is_available()`.
 Launchers therefore set the variable before they import torch.
@@ -28,8 +27,7 @@ BLACKWELL = 10
 def prepare_connections(
     layouts: Iterable[ParallelConfig], environment: MutableMapping[str, str], capability: int | None
 ) -> None:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS to 1 if it is unset and a layout needs it. Rank 0 logs this. Call before
-    importing torch.
+    """Set CUDA_DEVICE_MAX_CONNECTIONS to 1 if it is unset and a layout needs this. Call before importing torch.
 
     Args:
         layouts: all layouts of this process, because CUDA reads the variable once.

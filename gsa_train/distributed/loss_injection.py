@@ -26,7 +26,7 @@ class _InjectLoss(torch.autograd.Function):
 
 
 def inject_loss(activations: torch.Tensor, loss: torch.Tensor, grad_scale: Scale) -> torch.Tensor:
-    """Return `activations` unchanged. Their backward pass also differentiates `grad_scale * loss`.
+    """Return `activations` unchanged, and let their backward pass also differentiate `grad_scale * loss`.
 
     Each pipeline stage thus differentiates its own losses. megatron-core does the same for the auxiliary loss of
     experts.
@@ -44,8 +44,8 @@ def differentiate_indexer_loss(
 ) -> torch.Tensor:
     """Return `out`, and let its backward pass also differentiate the layer's indexer loss.
 
-    In the indexer warm-up, the base model has no autograd graph, so `out` has no backward pass. The loss is then
-    differentiated immediately.
+    In the indexer warm-up, which trains only the indexer, `out` has no autograd graph. The loss is then differentiated
+    immediately.
 
     Args:
         out: the layer's attention.

@@ -1,4 +1,4 @@
-"""Import megatron-core without packages that a run never calls, which halves the import time of a start.
+"""Import megatron-core without packages that a run never calls. This halves the import time of a start.
 
 megatron-core imports W&B and TensorBoard for its own logging, which a run does not use. If a run logs to W&B or
 TensorBoard, our sinks import the package themselves. megatron-core also imports torch's compiler, to decorate its fused

@@ -30,7 +30,7 @@ def first_said(line: str | None, group: dist.ProcessGroup | None = None) -> str 
 
 
 def on_main(act: Callable[[], T], *errors: type[Exception]) -> T:
-    """Returns the result of `act`, which only rank 0 calls. If it raises one of these errors, all ranks raise it."""
+    """Returns the result of `act`, which only rank 0 calls. If `act` raises one of `errors`, all ranks raise it."""
     outcome: Any = None
     if dist.get_rank() == 0:
         try:

@@ -83,7 +83,7 @@ class Parallel:
 
 
 def init_parallel(config: ParallelConfig, seed: int) -> Parallel:
-    """Join the process group of this job, unless this process has joined it, and split it into megatron-core's groups.
+    """Join this job's process group, if not yet done, and create megatron-core's groups.
 
     Args:
         config: sizes, already checked against the world size.

@@ -14,11 +14,11 @@ from gsa_train.distributed.objects import from_main
 def connect_to_store(purpose: str, timeout: timedelta, group: dist.ProcessGroup | None = None) -> dist.Store:
     """Open a separate connection to the store. Collective over `group`.
 
-    A separate connection is needed, because a thread that waits on a shared connection blocks all other threads that
-    use it. A process that was started without torchrun has a store of its own.
+    A thread that waits on a shared connection blocks all other threads that use it, so each purpose has a connection of
+    its own. A process that was started without torchrun makes its own store.
 
-    All keys get a prefix that is different in each start, because torchrun may keep its store across restarts. The
-    store then still has the entries of earlier ranks.
+    All keys get a prefix that differs between starts, because torchrun may keep its store, with old entries, across
+    restarts.
     """
     name = from_main(uuid.uuid4().hex, group)
     store: dist.Store = dist.HashStore()

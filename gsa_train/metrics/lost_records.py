@@ -1,7 +1,7 @@
 """Count and report records that a run's logs could not store, on a full disk or a failing file system.
 
-A report is made when a file first fails. A second report, when the file works again, says how many records waited or
-are missing.
+The first report is made when a file fails. The second, when the file works again, says how many records waited or are
+missing.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Outage:
             self._lost += 1
 
     def end(self, record: Mapping[str, Any], waited: int = 0) -> dict[str, Any] | None:
-        """Note that the file has received `record` and, before it, the number `waited` of records that had to wait.
+        """Note that the file has received `record`, after `waited` records that had to wait.
 
-        Returns an event for the other logs if an earlier write to the file has failed. The caller must write an event
-        with the key `lost_records` to this file, too.
+        If an earlier write has failed, returns an event for the other logs. If this event has the key `lost_records`,
+        the caller must write it to this file, too.
         """
         if not self._lasts and not self._lost:
             return None

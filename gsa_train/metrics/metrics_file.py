@@ -45,7 +45,7 @@ class MetricsFile:
         """Whether the folder was removed or moved while this file was open; it exists again, with only this file."""
 
     def write(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Append a record after the waiting records. A record that cannot be written also waits.
+        """Append a record after the waiting records. If it cannot be written, it waits, too.
 
         Returns:
             An event for the other logs if the file failed, or works again.
@@ -121,8 +121,8 @@ class MetricsFile:
         return count
 
     def _append(self, line: bytes) -> None:
-        """Write a whole line. If the write fails, remove the part of the line that was written, and raise OSError. If
-        the removal also fails, the next call removes the part."""
+        """Write a whole line, or raise OSError. After an error, the incomplete line is removed, at the latest by the
+        next call."""
         self._take_back_cut()
         self._cut = True
         try:

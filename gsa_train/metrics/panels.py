@@ -1,4 +1,4 @@
-"""List the metrics that TensorBoard and W&B show together.
+"""List the panels: metrics that TensorBoard and W&B show in one chart.
 
 A metric is a key of the records in metrics.jsonl (docs/reference/monitoring.md explains each). TensorBoard and W&B
 name the metric by its tag, which begins with its section: train/loss, gsa/recall, gsa_layers/recall/layer_00,

@@ -68,8 +68,7 @@ class Progress:
             self._bar.close()
 
     def _measure(self, step: int) -> float | None:
-        """Returns the seconds left. They include saving and validating, because wall time between records is
-        measured."""
+        """Returns the seconds left, from the wall time between records, which includes saves and validation."""
         now = self._clock()
         if step > self._last_step:
             latest = (now - self._last_time) / (step - self._last_step)
@@ -120,8 +119,8 @@ def _recall(record: dict[str, Any], prefix: str, form: str) -> str:
 
 
 def _columns_of_event(record: dict[str, Any]) -> list[list[str]]:
-    """Returns the columns of each line. Each validation set or task has a line. Events that are logged where they
-    happen have no line."""
+    """Returns the columns of each line. Each validation set or task has a line. Events that are logged elsewhere have
+    none."""
     if record["event"] == "validation":
         return [
             [

@@ -47,8 +47,8 @@ class IntervalClock:
         self._began = time.perf_counter()
 
     def read_and_reset(self) -> Interval:
-        """Returns the interval up to now. Call it when the host has just waited for the verdict on the step.
-        The device may still run the step's update. The next interval counts this work."""
+        """Returns the interval up to now. Call it when the host has just waited for the monitor's verdict on the step.
+        If the device still runs the step's update, the next interval counts this time."""
         now = time.perf_counter()
         interval = Interval(self._steps, self._tokens, self._seconds + now - self._began, self._wait_seconds)
         self._steps = self._tokens = 0
@@ -79,8 +79,8 @@ class Measured:
     data_checksum: int = 0
     """CRC-32 of this rank's share of the step's text."""
     causal_keys: torch.Tensor | None = None
-    """0-d, number of causal keys, mean over this replica's queries (all replicas have the same number of queries). All
-    ranks have a value, or all have None."""
+    """0-d: mean number of causal keys over this replica's queries, whose number is the same in all replicas. All ranks
+    have a value, or all have None."""
     update_norm: torch.Tensor | None = None
     """0-d, norm of the weights' change, the same on every rank. All ranks have a value, or all have None."""
     z_loss_sum: torch.Tensor | None = None
@@ -205,12 +205,11 @@ def data_metrics(totals: Mapping[str, int]) -> dict[str, Any]:
 def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     """Returns metrics per layer (`layer_<name>`, NaN if absent) and overall.
 
-    The overall value of a metric is the mean over the layers that have a value. For the metrics in `EXTREMES`, it is
-    the maximum instead, or for `k_min` the minimum. If any layer has NaN, the overall value is NaN.
+    The overall value is the mean over the layers that have a value. For metrics in `EXTREMES` it is the maximum, and
+    for `k_min` the minimum. If any layer has NaN, the overall value is NaN.
 
-    All statistics `name/label` become one metric `name`, a dict label -> overall value. The heads' values become one
-    list per layer, and their spread in each layer becomes another metric. `expert_metrics` makes the metrics of
-    experts.
+    Statistics `name/label` become one metric `name`, a dict label -> overall value. Values of heads become a list per
+    layer, and their spread in each layer a further metric. `expert_metrics` makes the metrics of experts.
     """
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []
@@ -241,8 +240,8 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
 
 
 def expert_metrics(shares: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """Returns the experts' loads by layer, as multiples of the even share. Also returns the largest and the smallest
-    load, per layer and overall.
+    """Returns the experts' loads by layer, as multiples of the even share, and the largest and smallest load per layer
+    and overall.
 
     Args:
         shares: each expert's share of the choices, by expert and layer; None for layers without experts.

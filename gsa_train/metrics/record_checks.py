@@ -61,8 +61,8 @@ def is_step(value: Any) -> bool:
 
 
 def of_other_lengths(records: list[Record]) -> list[Record]:
-    """Returns records in which a list by layer has an unusual length, as after a flipped bit that turns a decimal point
-    into a comma."""
+    """Returns records in which a list with a value per layer has an unusual length. A flipped bit may turn a decimal
+    point into a comma."""
     lengths: dict[str, Counter[int]] = {}
     for record in records:
         for name, value in record.items():

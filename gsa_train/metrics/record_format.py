@@ -41,12 +41,12 @@ from gsa_train.metrics.record_checks import TEXTS, Record, is_step
 logger = logging.getLogger(__name__)
 
 NO_CURVES = frozenset(["step", "time", "data_checksum"])
-"""Keys without a curve in TensorBoard and W&B, in addition to PICTURES. Both tools store step and time themselves. The
-checksum is only for comparison."""
+"""Keys without a curve in TensorBoard and W&B, in addition to PICTURES. Both store step and time themselves, and the
+checksum is only compared between runs."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _RARE = re.compile(r"\\u[dD]|\d{19}")
-"""Matches a lone surrogate, which cannot be encoded, or an integer too large for a float. Only lines that match are
-checked value by value."""
+"""Matches lone surrogates, which cannot be encoded, and integers too large for a float. Only matching lines are checked
+value by value."""
 _LONGEST_INTEGER = 20
 """Largest number of digits."""
 
@@ -162,9 +162,9 @@ def _bounded(digits: str) -> int:
 def go_back(path: Path, step: int, keeps_later: bool = False, with_validation: bool = False) -> int:
     """Drop the records of a metrics.jsonl after `step`, because their steps run again.
 
-    The main rank calls this while the other ranks wait. To save their time, the file is read only once, and is written
-    only if its content changes. The remaining lines are copied as text, so floats stay bit-equal. Damaged lines are
-    also dropped, and `*.damaged` then keeps a copy of the file.
+    Other ranks wait for this call. To save time, the file is read only once, and is written only if its content
+    changes. The remaining lines are copied as text, so floats stay bit-equal. Damaged lines are also dropped, and a
+    copy of the damaged file is kept as `*.damaged`.
 
     Args:
         keeps_later: move dropped records to `metrics_rewound.jsonl`.

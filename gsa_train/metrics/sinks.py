@@ -86,8 +86,8 @@ class Sinks:
         self._phases = list(phases)
 
     def log(self, record: Record) -> None:
-        """Log to every sink and flush, so that a kill right after this call loses nothing. If metrics.jsonl cannot be
-        written, its records wait. If TensorBoard's files cannot be written, its records are lost."""
+        """Log to every sink and flush, so that a kill right after this call loses nothing. On a full disk, records of
+        metrics.jsonl wait, and records of TensorBoard are lost."""
         news = self._metrics.write(record)
         for each in [record] if news is None else [record, news]:
             scalars = to_scalars(each)
@@ -165,8 +165,8 @@ def check_links(run_dir: Path, resumes: bool) -> None:
         resumes: whether the start appends to the existing files instead of moving them away.
 
     Raises:
-        OSError: a link in place of an output folder has no target, as when its disk is not mounted; or a file to
-            append to is a link.
+        OSError: a link in place of an output folder has no target (its disk may not be mounted), or a file to append to
+            is a link.
     """
     for path in (run_dir / name for name in APPENDED if resumes and os.path.lexists(run_dir / name)):
         os.close(own_file(str(path), os.O_RDONLY))

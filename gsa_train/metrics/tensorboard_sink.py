@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """Writes the event files. TensorBoard's writer thread ends with the first error, and a new file is then needed."""
+    """Writes the event files. After an error, it opens a new file, because TensorBoard's writer thread has ended."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
         """
@@ -34,7 +34,7 @@ class TensorBoardSink:
         """Write and flush, so that a kill right after this call loses nothing.
 
         Args:
-            disk_works: whether other files can be written; if not, no event file is opened, because it would stay
+            disk_works: whether other files can be written. If not, no event file is opened, because it would stay
                 empty.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -84,9 +84,8 @@ def begin(init: Callable[[str], Run], mode: str, has_begun: bool, run_dir: Path)
 
 
 def sync_command(run_dir: Path, run_id: str) -> str:
-    """Returns the shell command that sends to W&B the records of every start of the run. It calls `wandb sync` once per
-    start. The last record of a killed start is incomplete. One call for all starts would stop there and not send the
-    later starts."""
+    """Returns the shell command that sends the records of all starts of the run to W&B. It calls `wandb sync` once per
+    start, because a single call would stop at the incomplete last record of a killed start."""
     return _sync_each(f"{run_dir}/wandb/*run-*-{run_id}*")
 
 
@@ -120,8 +119,8 @@ def finish(run: Run, exit_code: int) -> str | None:
 
 
 def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
-    """Returns whether `run.finish` ends in time. W&B may exceed its own limit, because its service may not
-    answer if the server hangs. This function then ends the service, so that no later call waits for it."""
+    """Returns whether `run.finish` ends in time. If the server hangs, W&B's service may not answer, and `run.finish`
+    exceeds its own limit. The service is then ended, so that no later call waits for it."""
     import wandb
 
     done: Future[None] = Future()
@@ -169,7 +168,7 @@ def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
 
 
 def _when_written(folder: Path) -> tuple[str, int]:
-    """Returns a sort key: the second of a start, from the name of its W&B folder, then the time of its last record."""
+    """Returns a sort key: the second of a start, from its W&B folder's name, then the time of its last record."""
     second = folder.name.removeprefix("offline-").removeprefix("run-").split("-")[0]
     return second, max(each.stat().st_mtime_ns for each in folder.glob("*.wandb"))
 

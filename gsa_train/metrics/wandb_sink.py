@@ -44,7 +44,7 @@ class WandbRefused(RuntimeError):
 
 
 class WandbSink:
-    """Holds an open W&B run. If W&B's service fails, this is logged and training continues without it."""
+    """Holds an open W&B run. If W&B's service fails, training continues without it, and the log says so."""
 
     def __init__(self, run: Run, run_dir: Path, alerts: Alerts) -> None:
         self.id: str = run.id
@@ -143,9 +143,9 @@ class WandbSink:
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of the W&B run. If W&B's service has ended, log this, and send no more records in this start.
 
-        W&B's service is a separate process, and the signal that asks training to stop also ends the service. A call to
-        it then fails but must raise no error, because an error would prevent the last save. The next start opens the
-        same W&B run again.
+        W&B's service is a separate process, which the signal to stop training also ends. A call to the service then
+        fails, but must raise no error, because an error would prevent the last save. The next start opens the same W&B
+        run again.
         """
         import wandb
 
@@ -170,7 +170,7 @@ def open_wandb(
     """Open the W&B run. Returns None if W&B is disabled. The run is offline if the server does not answer.
 
     Args:
-        run_id: the W&B run to continue; None: a new run. WANDB_RUN_ID is ignored, because all runs that one
+        run_id: the W&B run to continue; None: a new run. WANDB_RUN_ID is ignored. Otherwise, all training runs that one
             shell starts would join the same W&B run.
         has_begun: the training run has begun, so a server's refusal must not end it.
         copied_from: the W&B run of the other run whose checkpoint this run continues.

@@ -1,6 +1,6 @@
-"""Compute a run's account of wall time from goodput.jsonl: ETTR and the time lost, each second counted once.
+"""Account for a run's wall time from goodput.jsonl: ETTR (effective training time ratio) and lost time.
 
-Each line is written at a step of the run, and says how the main rank has spent its time since its process began:
+Each line says how the main rank has spent its time since its process began. `kind` is one of:
 
     start   the process has opened the run folder; `began` is the time when the process began
     steps   some steps have ended; `phase` is the phase of the last step

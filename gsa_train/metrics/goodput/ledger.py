@@ -34,8 +34,8 @@ kill."""
 def read_lines(folder: Path) -> list[Line]:
     """Read the lines of the run so far.
 
-    Damaged lines are skipped, with a warning. Each line counts its seconds from the beginning of the process, so a
-    later line of the process includes the seconds of a damaged one.
+    Damaged lines are skipped, with a warning. Their time still counts, because each line counts from the beginning of
+    its process.
     """
     path = folder / FILE
     if not path.is_file():
@@ -58,8 +58,7 @@ def is_whole(line: Line) -> bool:
 
 
 def lost_line(folder: Path, lines: list[Line]) -> list[Line]:
-    """Makes the `lost` line for the newest process. Returns an empty list if this process has an `end` or `lost` line
-    already, or if there is no process.
+    """Returns the `lost` line of the newest process if it has no `end` or `lost` line yet, else an empty list.
 
     The `time` of the new line is the latest of three times: the time of the process's last line, the time in
     alive.json, and the time at which another rank reported a hang.
@@ -84,8 +83,8 @@ def alive_bytes(content: dict[str, Any]) -> bytes:
 
 
 def _read_alive(path: Path) -> dict[str, Any]:
-    """Read alive.json. Returns {} if the file is missing, empty or damaged. Only a damaged file causes a warning,
-    because a kill before the first write leaves the file empty."""
+    """Read alive.json. Returns {} if the file is missing, empty or damaged. An empty file causes no warning: a kill
+    before the first write leaves one."""
     if not path.is_file():
         return {}
     try:
