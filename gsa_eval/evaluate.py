@@ -1,4 +1,4 @@
-"""Run an evaluation: parse the arguments, load the model, score it and write the results."""
+"""Run an evaluation: load the model, score it and write the results."""
 
 from __future__ import annotations
 

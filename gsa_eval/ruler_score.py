@@ -21,7 +21,7 @@ THRESHOLD = 85.6
 
 MOST_PROCESSES = 8
 IN_PROCESS_TOKENS = 200_000
-"""Total prompt tokens up to which prompts are made in this process, because workers would start too slowly."""
+"""With fewer prompt tokens in total, this process makes the prompts faster than worker processes could start."""
 
 Generate = Callable[[Sequence[Sample], int], list[str]]
 """(samples, tokens of an answer) -> answers."""

@@ -29,8 +29,8 @@ def log_to_wandb(
 ) -> str | None:
     """Log an evaluation as a new W&B run. Returns its id, or None if W&B is disabled or failed (with a log line).
 
-    It has the project, entity, group and tags of the training's W&B run, which is not opened again. The field LINK in its
-    config has the id of the training's W&B run.
+    It has the project, entity, group and tags of the training's W&B run, which is not opened again. The field LINK in
+    its config has the id of the training's W&B run.
 
     Args:
         folder: folder of the results, which also gets W&B's files.

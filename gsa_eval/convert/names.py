@@ -185,8 +185,8 @@ def _first(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _by_kv_head(
     ours: str, theirs: Sequence[str], rows: Sequence[int], kv_heads: int, columns: tuple[int, ...]
 ) -> Pair:
-    """Returns a pair whose checkpoint tensor, [n_kv * sum(rows), ...], has for each key-value head the head's rows of
-    all the folder's tensors."""
+    """Returns a pair whose checkpoint tensor, [n_kv * sum(rows), ...], groups the rows of the folder's tensors by
+    key-value head."""
 
     def split(whole: torch.Tensor) -> Tensors:
         per_head = whole.unflatten(0, (kv_heads, sum(rows)))

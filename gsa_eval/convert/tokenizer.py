@@ -108,8 +108,8 @@ def write_tokenizer(
         was_trained: whether the model was trained here. If so, the written tokenizer adds no start token to a
             text, as in training.
 
-        Raises:
-            ValueError: AutoTokenizer encodes a probe text to other ids than training.
+    Raises:
+        ValueError: AutoTokenizer encodes a probe text to other ids than training.
     """
     template = companions.template
     (folder / tokenizer.file_name).write_bytes(tokenizer.file)
