@@ -46,7 +46,7 @@ class TextOptions:
     attend_across_documents: bool
     text_field: str = "text"
     reading: Reading = DEFAULT_READING
-    """Limits for reading, beyond which documents are left out. A run's validation sets have the run's limits."""
+    """Limits for reading, which decide what is left out. A run's validation sets have the run's limits."""
 
 
 def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
