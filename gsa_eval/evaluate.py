@@ -1,4 +1,4 @@
-"""Run an evaluation from the arguments of the command line to its results."""
+"""Run an evaluation: load the model, score it and write the results."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[Path, str]:
-    """Run an evaluation. Returns the folder of results and their table.
+    """Run an evaluation. Returns the folder with the results, and the table to print.
 
     Args:
-        words: the command line, for the record.
+        words: the command line, which results.json records.
 
     Raises:
-        ValueError, DataFault, OSError: something cannot be read, the name is in use, or WANDB_MODE has no mode of W&B.
+        ValueError, DataFault, OSError: an input cannot be read, the name is in use, or WANDB_MODE is invalid.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     source = Source(arguments.run, arguments.checkpoint, arguments.hf, arguments.step)
@@ -79,7 +79,7 @@ def run_evaluation(arguments: argparse.Namespace, words: Sequence[str]) -> tuple
 
 
 def _check(config: Config, arguments: argparse.Namespace) -> None:
-    """Refuse now what would otherwise be refused after hours of scoring.
+    """Refuse bad arguments before hours of scoring.
 
     Raises:
         ValueError: as in `run_evaluation`.
@@ -97,7 +97,7 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _warn_of_length(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> None:
-    """Warn if texts are longer than sequences in training, and no setting of the rotary embedding is given."""
+    """Warn if texts are longer than the training sequences, but no argument changes the rotary embedding."""
     length = max([arguments.context_length or 0, *arguments.ruler])
     rotary = any(setting.startswith("model.rope") for setting in arguments.settings)
     if length > evaluated.trained_length and not rotary:
@@ -110,7 +110,7 @@ def _warn_of_length(evaluated: EvaluatedModel, arguments: argparse.Namespace) ->
 
 
 def _score(evaluated: EvaluatedModel, arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Add the requested scores to `results` one by one, so that a failure keeps the earlier ones."""
+    """Add the requested scores to `results` one by one, so that `results` has the finished scores after a failure."""
     tables = results["tables"]
     files = [task for task in arguments.tasks if is_request_file(task)]
     tasks = [task for task in arguments.tasks if task not in files]
@@ -183,10 +183,10 @@ def _texts(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> Iterator
 
 
 def _reading(arguments: argparse.Namespace, config: Config | None) -> tuple[str, Reading]:
-    """Returns the field of documents' text, and the reading limits. Both decide which text is read from a folder.
+    """Returns the field with a document's text, and the limits for reading.
 
     Args:
-        config: config of the run that the text belongs to; None: it belongs to no run.
+        config: config of the run if the text is its validation set, else None.
     """
     if config is None:
         return arguments.text_field or "text", DEFAULT_READING
@@ -222,10 +222,10 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
 
 
 def named_places(words: Sequence[str]) -> dict[str, str]:
-    """Parse `[NAME=]PLACE` to name -> place. The default name is the place's last part.
+    """Parse arguments `[NAME=]PLACE` to a dict of places by name. The default name is the last part of the path.
 
     Raises:
-        ValueError: two names are equal, or the place is empty, as from an unset shell variable.
+        ValueError: two names are equal, or a place is empty (for example, an unset shell variable).
     """
     found: dict[str, str] = {}
     for word in words:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """Names the source of a model: one of run, checkpoint and hf."""
+    """Source of a model: exactly one of run, checkpoint and hf is set."""
 
     run: Path | None = None
     checkpoint: Path | None = None
@@ -161,7 +161,7 @@ def model_in_memory(
     """Load the weights that training computes with.
 
     Args:
-        hf_config: result of `to_hf_config`, perhaps with other budgets or dense attention, but the same sizes.
+        hf_config: result of `to_hf_config`. Budgets and dense attention may be changed in it, but no sizes.
         dtype: dtype of the weights; None: unchanged.
 
     Raises:

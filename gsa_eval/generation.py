@@ -1,4 +1,4 @@
-"""Generate continuations of prompts in batches: by transformers, or greedy ones with CUDA graphs on a GPU."""
+"""Generate continuations of prompts in batches: by transformers, or greedily by our `Generator`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gsa_hf import GSAForCausalLM
 from gsa_hf.generation import Generator
 
 PROMPT_TAIL_TOKENS = 32
-"""Prompt tokens that are decoded with a continuation, because some tokenizers drop the space of a first token."""
+"""Prompt tokens that are decoded together with a continuation, because some tokenizers drop the first space."""
 BATCH_TOKENS = 131072
 """Largest number of tokens of a batch's prompts and answers on a GPU."""
 
@@ -45,14 +45,13 @@ def continue_prompts(
     batch_size: int = 1,
     **sampling: Any,
 ) -> list[str]:
-    """Returns the text of each continuation before the first token of `tokenizer.stop_ids` or text of `stops`.
+    """Returns the continuation of each prompt as text, up to the first stop token or text of `stops`.
 
-    The returned text has no special tokens, but `stops` may name some. A padded vocabulary has ids after the
-    tokenizer's last token, which are never generated.
+    The returned text has no special tokens, but `stops` may name some. Padding of the vocabulary is never generated.
 
     Args:
-        prompts: token ids, at least one each. Shorter prompts in a batch are padded in front.
-        sampling: options of transformers' `generate`; greedy without.
+        prompts: token ids, at least one per prompt. Shorter prompts in a batch are padded in front.
+        sampling: options of transformers' `generate`. Without options, decoding is greedy.
     """
     stops = [stop for stop in stops if stop]
     ends = _ends(tokenizer, stops)
@@ -95,15 +94,15 @@ def answer_prompts(
     max_new_tokens: int,
     batch_size: int | None = None,
 ) -> list[str]:
-    """Returns the text of each greedy continuation, without the token that ends it.
+    """Returns the greedy continuation of each prompt as text, without the token that ends it.
 
     Args:
-        prompts: token ids of each prompt, at least one, all of about one length.
-        batch_size: prompts per batch; None: on a GPU the number that fits into `BATCH_TOKENS`, on a CPU 1.
+        prompts: token ids, at least one per prompt. All prompts have about the same length.
+        batch_size: prompts per batch. None: 1 on a CPU, and on a GPU the number that fits into `BATCH_TOKENS`.
     """
     longest = max(map(len, prompts)) + max_new_tokens
     most = batch_size or (max(1, BATCH_TOKENS // longest) if generator.device.type == "cuda" else 1)
-    # All batches have one size, with padding in the last batch. Another size would need other CUDA graphs.
+    # The last batch is padded to the size of the others, because another size would need other CUDA graphs.
     rows = math.ceil(len(prompts) / math.ceil(len(prompts) / most))
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     texts = [""] * len(prompts)
@@ -117,7 +116,7 @@ def answer_prompts(
 
 
 def _ends(tokenizer: Tokenizer, stops: Sequence[str]) -> list[int]:
-    """Returns the tokens that end a text: an EOS, and special tokens named in `stops`."""
+    """Returns the tokens that end a text: the stop tokens, and special tokens named in `stops`."""
     named = [tokenizer.encode_chat(stop, [])[0].tolist() for stop in stops if tokenizer.has_token(stop)]
     special = [each[0] for each in named if len(each) == 1 and tokenizer.token_bytes[each[0]] == 0]
     return list(dict.fromkeys([*tokenizer.stop_ids, *special]))
@@ -130,7 +129,7 @@ def continuation_text(
     ends: Sequence[int],
     stops: Sequence[str] = (),
 ) -> str:
-    """Returns the text of new tokens after a prompt, up to one of the tokens `ends` or texts `stops`."""
+    """Returns the text of the new tokens, up to the first token of `ends` or text of `stops`."""
     until = next((place for place, token in enumerate(new) if token in ends), len(new))
     spelled = [token for token in new[:until] if tokenizer.token_bytes[token] > 0]
     text = text_after(tokenizer.decode, list(prompt[-PROMPT_TAIL_TOKENS:]), spelled)

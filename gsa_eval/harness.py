@@ -24,10 +24,10 @@ MAX_GENERATED_TOKENS = 256
 
 
 class EvaluatedLM(EncodingLM):
-    """Scores and generates for the harness.
+    """Scores and generates for lm-evaluation-harness.
 
     Args:
-        max_length: tokens of context and continuation; None: as in training.
+        max_length: limit of context and continuation in tokens; None: the length of a training sequence.
     """
 
     def __init__(self, evaluated: EvaluatedModel, batch_size: int, max_length: int | None = None) -> None:
@@ -39,7 +39,7 @@ class EvaluatedLM(EncodingLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Score requests. Contexts that are too long lose their beginning."""
+        """Score requests. If a context is too long, its beginning is cut off."""
         pieces = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
@@ -112,10 +112,10 @@ def run_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
 ) -> dict[str, Any]:
-    """Returns scores of tasks, with versions and numbers of examples, in the harness' form.
+    """Returns the scores, versions and numbers of examples of tasks, in the format of lm-evaluation-harness.
 
     Args:
-        tasks: the harness' names, or the user's YAML files.
+        tasks: the harness' names of tasks, or the user's YAML files.
 
     Raises:
         ValueError: a task does not exist, or is faulty.

@@ -23,14 +23,14 @@ TASK_ERRORS = (
     AssertionError, AttributeError, ImportError, LookupError, RuntimeError, SyntaxError, TypeError, ValueError,
     DatasetsError, TemplateError,
 )  # fmt: skip
-"""Errors that the harness raises for a faulty task, in addition to OSError, whose message names a file."""
+"""Errors, besides OSError, that the harness raises for a faulty task."""
 
 
 @contextmanager
 def task_errors(task: str, kinds: tuple[type[Exception], ...] = TASK_ERRORS) -> Iterator[None]:
     """
     Raises:
-        ValueError: instead of the harness' error for a task that it cannot use.
+        ValueError: the harness cannot use the task. This error replaces the harness' own error.
     """
     try:
         yield
@@ -56,10 +56,10 @@ class NamingManager(TaskManager):  # type: ignore[misc]
 
 
 def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
-    """Returns the task manager, and the argument of its `load`.
+    """Returns the task manager of lm-evaluation-harness, and the tasks to load by it.
 
     Args:
-        tasks: the harness' names, or the user's YAML files.
+        tasks: the harness' names of tasks, or the user's YAML files.
 
     Raises:
         ValueError: a task does not exist, its file is damaged, or a pattern matches all tasks.
@@ -93,7 +93,7 @@ def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[Any]]:
 
 
 def _check_depth(task: str, content: bytes) -> None:
-    """Check the nesting by the parser's events, because the harness' loader is recursive."""
+    """Refuse YAML that is nested too deeply for the harness' recursive loader."""
     levels = 0
     for event in yaml.parse(content, yaml.SafeLoader):
         levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -102,8 +102,8 @@ def _check_depth(task: str, content: bytes) -> None:
 
 
 class EncodingLM(TemplateLM):  # type: ignore[misc]
-    """Encodes the harness' requests in training's tokens. An EOS, which begins a document, replaces an empty
-    context."""
+    """Encodes the requests of lm-evaluation-harness as training encodes text. An empty context becomes an EOS, because
+    in training an EOS precedes each document."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Define what the commands share: their errors, the options that name a model, and the imports that read it."""
+"""Define what the commands share: handling of errors, options that name a model, and a check of packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("transformers", "safetensors", "tokenizers")
 
 
 def refusing(main: Callable[[], int]) -> Callable[[], int]:
-    """Decorate a command like `as_command`. An error of the input prints a line, and gives exit code 2."""
+    """Decorate a command like `as_command`. An input error prints its message and gives exit code 2."""
 
     @functools.wraps(main)
     def command() -> int:
@@ -50,8 +50,7 @@ def check_step(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 
 
 def prepare_imports() -> None:
-    """Silence the libraries. If a package is missing, print its name and exit with code 2, so that no later import
-    fails."""
+    """Exit with code 2 if a package is missing, before an import fails. Also silence the libraries."""
     for name in PACKAGES:
         if find_spec(name) is None:
             print(

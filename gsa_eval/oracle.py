@@ -1,9 +1,10 @@
-"""Measure retrieval of a model whose attention reads only the keys that a perfect indexer selects.
+"""Measure how well a model retrieves if each query attends only to the keys that a perfect indexer selects.
 
-The attention probabilities of the model itself select the keys. The `Form` says how many neighbouring queries share a
-selection, and how many neighbouring keys are selected together. The measured retrieval is the upper bound for a learned
-indexer that selects in this form. Letters in shapes: H query heads, Hkv key-value heads, G heads that share a
-selection, D head size, L tokens, C queries of a chunk.
+The perfect indexer selects the keys with the highest attention probabilities of the model itself. The result is an
+upper bound for a learned indexer. `Form` says how many neighbouring queries share a selection, and how many
+neighbouring keys are selected together.
+
+Shapes: H query heads, Hkv key-value heads, G = H / Hkv, D head size, L tokens, C queries of a chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from gsa_eval.convert.read_hf import check_config
 
 NAME = "oracle"
-"""Name in transformers' registry of attention, which holds one form at a time."""
+"""Name of the attention function in transformers' registry. It has one form at a time."""
 
 CHUNK_QUERIES = 512
 """Queries whose probabilities are in memory at once."""
@@ -30,14 +31,14 @@ FORM = re.compile(r"q(\d+)k(\d+)(?:h(all|kv))?")
 
 @dataclass(frozen=True)
 class Form:
-    """Describes which queries share a selection, and which keys are selected together."""
+    """Which queries share a selection, and which keys are selected together."""
 
     queries: int = 1
     """Number of neighbouring queries that share the selection of the first query."""
     keys: int = 1
     """Number of neighbouring keys that are selected together, by their maximum."""
     per_kv_head: bool = False
-    """Whether each key-value head has its own selection. Otherwise all heads share one by their mean probability."""
+    """Whether each key-value head has its own selection. Otherwise the mean probability over all heads selects."""
 
     def __str__(self) -> str:
         return f"q{self.queries}k{self.keys}" + ("hkv" if self.per_kv_head else "")
@@ -76,7 +77,7 @@ class OracleAttention:
             )
         self.form, self.budget = form, budget
         self.kept = torch.zeros(())
-        """Sum over calls of the mean attention mass that the selection keeps. It stays on the device."""
+        """Share of attention probability on the selected keys, summed over calls. It stays on the device."""
         self.calls = 0
 
     def __call__(
@@ -89,8 +90,8 @@ class OracleAttention:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Returns [1, L, H, D] for query [1, H, L, D], key and value [1, Hkv, L, D]. There is no padding, so the mask
-        is ignored."""
+        """Returns [1, L, H, D] for query [1, H, L, D], key and value [1, Hkv, L, D]. The mask is ignored, because there
+        is no padding."""
         assert query.shape[0] == 1, "one sequence at a time"
         length, kv_heads = query.shape[2], key.shape[1]
         queries = query[0].unflatten(0, (kv_heads, -1))
@@ -122,8 +123,8 @@ def _probabilities(
 
 
 def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) -> torch.Tensor:
-    """Returns the selection, bool [Hkv or 1, C, L], from attention probabilities [Hkv, G, C, L] of the queries
-    at `rows`, which begin at a multiple of `form.queries`. No query gets keys after its own position."""
+    """Returns the selection, bool [Hkv or 1, C, L], from the attention probabilities [Hkv, G, C, L] of C queries.
+    `rows` are the positions of the queries, and start at a multiple of `form.queries`. The selection is causal."""
     length = probs.shape[-1]
     scores = probs.mean(1) if form.per_kv_head else probs.mean((0, 1))[None]
     leaders = scores[:, :: form.queries]
@@ -142,8 +143,8 @@ def select(probs: torch.Tensor, rows: torch.Tensor, form: Form, budget: Budget) 
 def load_decoder(folder: Path, **options: Any) -> Any:
     """
     Raises:
-        ValueError: config.json or the weights are damaged, or do not fit each other. transformers would fill the
-            weights up at random.
+        ValueError: config.json or the weights are damaged, or do not fit each other. Without this check,
+            transformers would fill missing weights with random values.
     """
     check_config(folder)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -173,11 +174,11 @@ def retrieve(
     prompts: Iterable[tuple[Sequence[int], Sequence[int]]],
     how: OracleAttention | None,
 ) -> Retrieved:
-    """Score given answers by teacher forcing.
+    """Score the right answers by teacher forcing.
 
     Args:
         prompts: token ids of each prompt and its answer
-        how: None: the model's own attention, dense or by its learned indexers
+        how: the oracle's attention; None: the model's own attention, dense or with its learned indexers
     """
     implementation = model.config._attn_implementation
     if how is not None:

@@ -23,8 +23,8 @@ FIRST_BUCKET_TOKENS = 16
 
 
 def score_text(model: GSAForCausalLM, text: Text, batch_size: int, name: str = "") -> dict[str, Any]:
-    """Returns entries of results.json: `loss` (nats per scored label), `perplexity`, `bits_per_byte`, and
-    `loss_by_position` (loss by the number of tokens that the model sees)."""
+    """Returns entries of results.json: `loss` (nats per scored label), `perplexity`, `bits_per_byte`,
+    `loss_by_position` (loss by the number of tokens in the context), and counts."""
     begin = time.perf_counter()
     scored = token_losses(model, text.pieces, batch_size)
     labels = list(tqdm(scored, name, total=len(text.pieces), leave=False, disable=None))
@@ -57,8 +57,8 @@ class Scored(NamedTuple):
 
 @torch.no_grad()
 def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int) -> Iterator[Scored]:
-    """Yields the scores of each piece, the longest piece first. In a batch, padding follows the tokens of a piece.
-    Queries attend only to earlier keys, so no token of the piece attends to padding."""
+    """Yields the scores of each piece (token sequence), the longest piece first. Pieces are padded at their end, so
+    causal attention never reaches the padding."""
     order = sorted(range(len(pieces)), key=lambda number: -len(pieces[number].scored))
     under_way: tuple[list[int], list[int], torch.Tensor, torch.Tensor] | None = None
     for first in range(0, len(order), batch_size):
@@ -86,11 +86,11 @@ def token_losses(model: GSAForCausalLM, pieces: Sequence[Piece], batch_size: int
 def _score_labels(
     model: GSAForCausalLM, hidden: torch.Tensor, places: list[NDArray[np.int64]], labels: NDArray[np.int64]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `nats` and `greedy` of a batch's labels, without waiting for the device.
+    """Return `nats` and `greedy` of `Scored` for the labels of a batch, without waiting for the device.
 
     Args:
         hidden: [B, L, d]
-        places: positions of the labels' inputs in the flattened batch
+        places: for each row, the positions of scored inputs in the flattened batch
     """
     flat, targets = hidden.flatten(0, 1), _on_device(labels, hidden.device)
     rows = _on_device(np.concatenate(places), hidden.device)
@@ -103,8 +103,8 @@ def _score_labels(
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the fp32 cross-entropy of logits [N, V]. A GPU needs one pass. torch would write the logits twice in
-    fp32."""
+    """Returns the fp32 cross-entropy of logits [N, V]. On a GPU, a fused kernel reads the logits once, where torch
+    would write two fp32 copies."""
     if logits.is_cuda and len(logits) > 0:
         from gsa_kernels.fused.cross_entropy.op import vocab_parallel_cross_entropy  # imports Triton
 
@@ -127,11 +127,11 @@ def _on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def by_position(nats: NDArray[np.float64], seen: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """Returns the mean loss in buckets of 1-16, 17-32, 33-64, ... tokens that the model sees.
+    """Returns the mean loss by the number of tokens in the context: 1-16, 17-32, 33-64, ...
 
     Args:
         nats: [labels]
-        seen: [labels] number of tokens seen, including the input.
+        seen: [labels] number of tokens in the context, including the input.
     """
     bucket = np.maximum(np.ceil(np.log2(seen / FIRST_BUCKET_TOKENS)), 0).astype(np.int64)
     counts = np.bincount(bucket)
@@ -149,7 +149,7 @@ def by_position(nats: NDArray[np.float64], seen: NDArray[np.int64]) -> list[dict
 
 
 def _filled(row: NDArray[Any], length: int, counts_on: bool = False) -> NDArray[np.int64]:
-    """Returns the row padded to [length] with zeros, or with numbers that continue from its last number."""
+    """Returns the row padded to [length] with zeros. With `counts_on`, the padding counts on from the last number."""
     filled = np.zeros(length, np.int64)
     filled[: len(row)] = row
     if counts_on:

@@ -44,9 +44,8 @@ def result_folder(name: str, run_dir: Path | None, out: Path | None) -> Path:
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> str:
-    """Write results.json and table.md to a new folder, and return the table. The folder gets its name only when both
-    files are complete, so a killed process leaves no folder of this name. NaN and infinite numbers are written as
-    strings, as in metrics.jsonl."""
+    """Write results.json and table.md to a new folder, and return the table. A killed process leaves no such folder,
+    because a temporary folder is renamed when both files are complete. NaN and infinity are written as strings."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     text = table(results)
     with new_folder(folder) as unfinished:

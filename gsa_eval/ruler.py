@@ -1,7 +1,7 @@
 """Make prompts for 11 of RULER's 13 tasks (Hsieh et al., arXiv 2404.06654) by RULER's rules, with our own texts.
 
-The prompt of a task has `size` units of filling text. A prompt may have at most a given number of tokens. `fill`
-finds the largest such `size`, with an error of at most 1%.
+A prompt has `size` units of filler text, such as words or list items. `fill` finds the largest `size`, within 1%, at
+which the prompt has at most a given number of tokens.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def niah(
     """Make a needle-in-a-haystack task.
 
     Args:
-        haystack: `noise`, `essay`, or `needles` with other keys.
-        keys, values: `words`, `numbers` or `uuids`.
+        haystack: filler text: `noise`, `essay`, or `needles` with other keys.
+        keys, values: kind of the names and values in needles: `words`, `numbers` or `uuids`.
     """
 
     def make(rng: random.Random, size: int, setting: Setting) -> Sample:
@@ -94,9 +94,10 @@ def _needle(kind: str, key: str, value: str) -> str:
 def _hide(
     units: Sequence[str], needles: Sequence[str], places: Sequence[float], at_sentences: bool = False
 ) -> tuple[str, list[int]]:
-    """Insert the needles into the text. `places` has a fraction of the text for each needle, from 0 (the beginning) to
-    1 (the end). With `at_sentences`, needles stand only between sentences. Also returns the number of units (pieces of
-    text) before each needle."""
+    """Insert the needles into the text. Returns the text, and for each needle the number of units before it.
+
+    `places` has the relative position of each needle, from 0 (the beginning of the text) to 1 (its end). With
+    `at_sentences`, needles stand only between sentences."""
     inside: dict[int, list[str]] = {}
     hidden_at = []
     for needle, share in zip(needles, places, strict=True):
@@ -113,7 +114,7 @@ def _hide(
 
 
 def _chain(rng: random.Random, size: int, hops: int = 4) -> tuple[str, str, list[str]]:
-    """Returns noise with variables that take their value from each other: text, value, names."""
+    """Returns a text of noise with assignments `a = value`, `b = a`, ..., the value, and the variables' names."""
     value = str(rng.randrange(10**4, 10**5))
     names: list[str] = []
     while len(names) < hops + 1:
@@ -145,13 +146,14 @@ SHORT_TOKENS = 4096
 
 
 def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Make a prompt with two lists of words: an example list with its answer, and a list without an answer. Each list
-    has ten common words, which the answer must name. In addition, the example list has 10 or 30 other words, and the
-    second list has `size` other words. Numbers and frequencies follow RULER's `common_words_extraction.py`."""
+    """Make a prompt with two lists of words: an example list with its answer, and a list without an answer.
+
+    Each list has ten common words, which the answer names, and other words: 10 or 30 in the example, `size` in the
+    second list. Numbers and frequencies follow RULER's `common_words_extraction.py`."""
     is_short = setting.length_tokens < SHORT_TOKENS
 
     def listed(others: int, times: int, times_of_others: int) -> tuple[str, list[str]]:
-        """Return a question about a shuffled list, and its common words. Each word is in the list `times` times."""
+        """Return a question about a shuffled list, and its common words, which are in the list `times` times."""
         words = list_words(rng, 10 + others)
         common = words[:10]
         in_list = common * times + words[10:] * times_of_others
@@ -177,9 +179,10 @@ MOST_FREQUENT = 100
 
 
 def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
-    """Make a text of coded words. The frequency of a word is proportional to 1 / rank^2. The word of rank 1 is "...",
-    which the answer leaves out. As in RULER's `freq_words_extraction.py`, a text of n tokens has n // 50 different
-    words, including "..."."""
+    """Make a prompt that asks for the most frequent coded words of a text. Frequencies are proportional to 1 / rank^2.
+
+    The most frequent word is "...", which the answer leaves out. As in RULER's `freq_words_extraction.py`, a text of n
+    tokens has n // 50 different words, including "..."."""
     codes: list[str] = []
     while len(codes) < max(4, setting.length_tokens // 50 - 1):
         code = letters(rng, 6)
@@ -212,7 +215,7 @@ TASKS: dict[str, Task] = {
 
 
 def check_task(name: str, length_tokens: int, tokenizer: Tokenizer, essay: Sequence[str]) -> None:
-    """Raise ValueError if the task is unknown, its text is missing, or not even the empty task fits `length_tokens`."""
+    """Raise ValueError if the task is unknown, lacks `essay`, or exceeds `length_tokens` even without filler text."""
     if name not in TASKS:
         raise ValueError(f"RULER has no task {name}; give some of {', '.join(TASKS)}")
     if TASKS[name].needs_essay and not essay:
@@ -226,10 +229,10 @@ def check_task(name: str, length_tokens: int, tokenizer: Tokenizer, essay: Seque
 def samples(
     name: str, length_tokens: int, count: int, seed: int, tokenizer: Tokenizer, essay: Sequence[str]
 ) -> list[Sample]:
-    """Make samples as long as fit `length_tokens`, including the answer's tokens.
+    """Make samples whose prompt and answer together fill `length_tokens`.
 
     Raises:
-        ValueError: not even the empty task fits.
+        ValueError: the task exceeds this length even without filler text.
     """
     task, setting = TASKS[name], Setting(length_tokens, essay)
     found = []
@@ -248,15 +251,15 @@ def samples(
 
 NO_ROOM = "has no room for the task with this tokenizer; give a longer length"
 LINE_ERROR, LINE_ERROR_TOKENS = 0.35, 32
-"""Largest error of a token count that is extrapolated from two other sizes. It is a share of the difference, because
-essays alternate between prose and code, plus the tokens of a long word."""
+"""Largest error of an extrapolated token count: a share of the extrapolated difference, because essays alternate
+between prose and code, plus the tokens of a long word."""
 
 
 def fill(
     make: Callable[[int], Sample], room_tokens: int, tokenizer: Tokenizer, guess: int, what: str
 ) -> tuple[int, Sample]:
-    """Returns the largest number of units (such as list items), within 1%, for a prompt of at most
-    `room_tokens`, and the sample of that size. Tokenizing is slow, so lengths far from the limit are
+    """Returns the largest number of units (such as list items), within 1%, at which the prompt has at most
+    `room_tokens`, and the sample of that size. Because tokenizing is slow, lengths far from the limit are
     extrapolated from tokenized prompts."""
     made: dict[int, Sample] = {}
     without_words: dict[int, TooFewWords] = {}

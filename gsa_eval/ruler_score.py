@@ -21,7 +21,7 @@ THRESHOLD = 85.6
 
 MOST_PROCESSES = 8
 IN_PROCESS_TOKENS = 200_000
-"""Total tokens of the prompts below which worker processes take longer than this process."""
+"""With fewer prompt tokens in total, this process makes the prompts faster than worker processes could start."""
 
 Generate = Callable[[Sequence[Sample], int], list[str]]
 """(samples, tokens of an answer) -> answers."""
@@ -45,12 +45,14 @@ def answer_score(answer: str, expected: Sequence[str]) -> float:
 
 
 def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions) -> dict[str, Any]:
-    """Returns `scores` by length and task and their `mean` by length, both from 0 to 100, with their standard errors
-    (NaN for one sample). `effective_length` is the longest length with a mean of at least `THRESHOLD`, or None.
-    `needles` has score and depth of each single needle.
+    """Returns the entry `ruler` of results.json:
+
+    * `scores` by length and task, and `mean` by length, from 0 to 100, with standard errors (NaN for one sample)
+    * `effective_length`: the longest length with a mean of at least `THRESHOLD`, or None
+    * `needles`: score and depth of each single needle
 
     Raises:
-        ValueError: an unknown task, a task whose material is missing, or a length that is too short for a task.
+        ValueError: a task is unknown or lacks its filler text, or a length is too short for a task.
     """
     scores: dict[str, dict[str, float]] = {}
     errors: dict[str, dict[str, float]] = {}
@@ -87,9 +89,8 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
 def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, str, list[Sample]]]:
     """Yields (length, task, samples), the shortest length first.
 
-    Worker processes make the next samples while the model answers earlier ones. To fit a prompt to the length, a sample
-    is tokenized several times, which takes longer than the model's answer on a GPU. Threads would not help, because
-    tokenizing holds the interpreter's lock.
+    Worker processes make the next samples while the model answers, because fitting a prompt to its length takes
+    longer than an answer on a GPU. Threads would not help, because tokenizing holds the interpreter's lock.
 
     Raises:
         ValueError: as in `score_ruler`.
@@ -105,8 +106,8 @@ def _asked(tokenizer: Tokenizer, options: RulerOptions) -> Iterator[tuple[int, s
             yield *cell, samples(*call)
         return
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(cells))
-    # Not forked, because this process may have threads and a CUDA device.
-    # The parent handles interrupts.
+    # Spawned, not forked, because this process may have threads and a CUDA device.
+    # Workers ignore interrupts, which the parent handles.
     ignore = (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(count, get_context("spawn"), signal.signal, ignore) as processes:
         made = [processes.submit(samples, *call) for call in calls]

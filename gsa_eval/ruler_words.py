@@ -1,4 +1,4 @@
-"""Generate the material of RULER's texts: words, numbers, uuids, noise. The same seed gives the same text."""
+"""Generate words, numbers, uuids and noise for RULER's texts. The same seed gives the same text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TooFewWords(ValueError):
 
 
 def list_words(rng: random.Random, count: int) -> list[str]:
-    """Returns different words in random order. Single words come first, because pairs are longer.
+    """Returns different words in random order. Adds pairs, which are longer, only if there are too few single words.
 
     Raises:
         TooFewWords: there are fewer words.

@@ -26,8 +26,8 @@ class Event(NamedTuple):
 
 
 def records_of(run_dir: Path) -> list[Record]:
-    """Read metrics.jsonl, and return its records in order of their steps. The file is not in this order: the record of
-    a save names the step that was saved, but is written when the save ends, some steps later."""
+    """Return the records of metrics.jsonl, sorted by step. The file itself is not sorted, because the record of a
+    checkpoint's save is written some steps after the saved step."""
     path = run_dir / "metrics.jsonl"
     records = read_records(path, fault_of_record)
     damaged = of_other_lengths(records)
@@ -38,8 +38,8 @@ def records_of(run_dir: Path) -> list[Record]:
 
 
 def events_of(run_dir: Path, records: list[Record]) -> list[Event]:
-    """Return spikes, the reactions to them, and faults, in order of their steps. If a run was started again from an
-    earlier step, some of its records are in metrics_rewound.jsonl. This function reads them, too."""
+    """Return spikes, reactions to them, and faults, sorted by step. Also reads metrics_rewound.jsonl, which has the
+    records that were removed when the run went back to an earlier step."""
     found = [_said(record, "") for record in records if record.get("event") in KINDS]
     rewound = run_dir / "metrics_rewound.jsonl"
     if rewound.is_file():
@@ -49,7 +49,7 @@ def events_of(run_dir: Path, records: list[Record]) -> list[Event]:
         if not report.is_file() or not _is_own(report, run_dir / "faults"):
             continue
         words = report.read_text(encoding="utf-8", errors="replace")
-        # An arrow ends the line of a rank that blocks the others (gsa_train.reliability.hang_watchdog).
+        # `<--` marks the rank that blocks the others (gsa_train.reliability.hang_watchdog).
         if named := re.search(r"after step (\d{1,15})\b.*<--", words):
             text = f"{report.parent.name}: {words.strip().splitlines()[0]} ({report})"
             found.append(Event(int(named[1]), "fault", text))
@@ -68,8 +68,8 @@ def _said(record: Record, ending: str) -> Event:
 
 
 def _is_own(path: Path, folder: Path) -> bool:
-    """Returns whether a path lies in this folder after all links are resolved. A link that leads out of the
-    folder may point to any file of the user. It is left out with a warning."""
+    """Returns whether a path lies in this folder after all links are resolved. If not, logs a warning: the link may
+    point to any file of the user, and must not be read."""
     own = path.resolve().is_relative_to(folder.resolve())
     if not own:
         logger.warning("%s is a link that leads out of %s; left out", path, folder)

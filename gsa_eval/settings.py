@@ -1,4 +1,4 @@
-"""Define the settings of a trained model's attention that an evaluation may change. Weights never change."""
+"""Define the config fields that an evaluation may change in a trained model, all of them about attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELDS: dict[str, tuple[str, ...] | int | type] = {
     "model.rope_scaling.original_max_position_embeddings": int,
     **{f"{SCALING}{name}": float for name in ("factor", "beta_fast", "beta_slow", "attention_factor")},
 }
-"""Fields of the run's config, set as `key=value` -> the choices, the least number of keys, or the type."""
+"""Config fields that `key=value` may set -> the allowed values, the least integer, or the type."""
 MOST_KEYS = 2**31 - 1
 """Largest number of keys, because positions of keys are int32."""
 
@@ -92,8 +92,8 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _scaled(content: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
-    """Returns `rope_parameters` with the settings of `model.rope_scaling`. YaRN extends the model's length, unless the
-    model or a setting gives another length."""
+    """Returns `rope_parameters` with the settings of `model.rope_scaling`. If neither the model nor a setting gives
+    YaRN's original length, it is the model's length."""
     rope: dict[str, Any] = {**content["rope_parameters"], **scaling}
     if not scaling:
         return rope

@@ -24,7 +24,7 @@ class Piece:
     tokens: Tokens
     """int32 [m + 1]: m inputs, and the labels, shifted by one."""
     scored: NDArray[np.bool_]
-    """[m] whether each label counts"""
+    """[m] whether each label is scored"""
     positions: NDArray[np.int64]
     """[m] position of each input in its document: positions restart at a new document."""
 
@@ -40,13 +40,13 @@ class Text:
 class TextOptions:
     context_length: int
     stride: int | None
-    """None: documents are packed as in training. Otherwise each document is cut into windows of `context_length`
-    tokens, and only the last `stride` tokens of a window are scored. Each label thus counts once."""
+    """None: documents are packed as in training. Otherwise a window of `context_length` tokens moves over each document
+    in steps of `stride` tokens, and only tokens that no earlier window has are scored."""
     max_tokens: int | None
     attend_across_documents: bool
     text_field: str = "text"
     reading: Reading = DEFAULT_READING
-    """Limits of reading, which also decide what is left out. A run's validation sets have the run's limits."""
+    """Limits for reading, which decide what is left out. A run's validation sets have the run's limits."""
 
 
 def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
@@ -90,7 +90,7 @@ def read_text(place: str, tokenizer: Tokenizer, options: TextOptions) -> Text:
 
 
 def words_of(place: str, tokenizer: Tokenizer, count: int, text_field: str, reading: Reading) -> list[str]:
-    """Returns at most the first `count` words, separated by white space, of a place that `read_text` can read.
+    """Returns the first `count` words (separated by white space) of a text, or all words of a shorter text.
 
     Raises:
         ValueError, DataFault: the place cannot be read, or has no words.
@@ -106,7 +106,7 @@ def words_of(place: str, tokenizer: Tokenizer, count: int, text_field: str, read
 
 
 def packed(text: ScoredText, eos_id: int, options: TextOptions) -> list[Piece]:
-    """Returns blocks of a validation set, with isolated documents unless training attends across them."""
+    """Returns the pieces of a validation set. Positions restart at each document unless training attends across."""
     scored = is_scored(text.blocks, text.lengths, eos_id, options.attend_across_documents)
     places = np.arange(text.blocks.shape[1] - 1)
     pieces = []
@@ -126,7 +126,7 @@ def as_piece(request: Request) -> Piece:
 
 
 def windows(document: Tokens, eos_id: int, context_length: int, stride: int) -> Iterator[Piece]:
-    """Yields windows of one document, preceded by an EOS. Each token of the document is scored once.
+    """Yields windows of a document with an EOS in front. Each token of the document is scored in one window.
 
     Args:
         document: [tokens], without EOS.

@@ -1,4 +1,4 @@
-"""Load a model that generates text, with the tokenizer that its source has for prompts."""
+"""Load a model that generates text, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def load_text_model(source: Source, attention: str) -> TextModel:
         evaluated.model,
         lambda text: list(theirs(text)["input_ids"]),
         lambda tokens: str(theirs.decode(tokens, skip_special_tokens=True)),
-        # Ids may have gaps, so their number may differ from the largest + 1.
+        # Not the number of ids, because ids may have gaps.
         max(theirs.get_vocab().values()) + 1,
     )

@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 def log_to_wandb(
     results: dict[str, Any], folder: Path, config: Config, training_id: str | None, choice: str = ""
 ) -> str | None:
-    """Log an evaluation. Returns the W&B id, or None if W&B is disabled or did not start (logged).
+    """Log an evaluation as a new W&B run. Returns its id, or None if W&B is disabled or failed (with a log line).
 
-    The W&B run of the training is not opened again. The evaluation gets a new W&B run with the same project, owner,
-    group and tags. The field LINK in its config has the id of the training's W&B run.
+    It has the project, entity, group and tags of the training's W&B run, which is not opened again. The field LINK in
+    its config has the id of the training's W&B run.
 
     Args:
-        folder: folder of the results; also for W&B's files.
-        choice: like `logging.wandb`, which it overrides unless empty.
+        folder: folder of the results, which also gets W&B's files.
+        choice: overrides `logging.wandb` unless empty.
 
     Raises:
-        WandbRefused: WANDB_MODE has no mode of W&B.
+        WandbRefused: WANDB_MODE is not a mode of W&B.
     """
     mode = wandb_mode(choice or config.logging.wandb, os.environ)
     if mode == "disabled":
@@ -93,7 +93,7 @@ def log_to_wandb(
 
 
 def scores_of(results: dict[str, Any]) -> dict[str, float]:
-    """Returns `<score>/<text, task or length>` -> value, from a results.json."""
+    """Returns the scores of a results.json by name: `<score>/<text, task or length>`."""
     found: dict[str, Any] = {}
     for section, scores in (("data", TEXT_SCORES), ("requests", REQUEST_SCORES)):
         for name, each in results.get(section, {}).items():

@@ -1,4 +1,4 @@
-"""Measure the retrieval limit of key selections: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json"""
+"""Measure the best retrieval of any indexer: python launch/oracle.py --hf DIR --haystack PLACE --out FILE.json"""
 
 import sys
 from pathlib import Path

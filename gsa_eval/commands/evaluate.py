@@ -6,10 +6,10 @@
     python launch/evaluate.py --run RUN_DIR --name NAME --ruler 4096,8192
     python launch/evaluate.py --checkpoint DIR | --hf DIR --name NAME --out DIR [--data PLACE ...] [key=value ...]
 
-The model is read into memory from a checkpoint of any parallel layout. Results go to RUN_DIR/evaluations/NAME,
-or to DIR/NAME with --out. No other file of the run is changed. key=value sets gsa.attention, gsa.k_base,
-gsa.k_min, gsa.k_max, gsa.local_window, gsa.dense_below, gsa.adaptive_k, model.rope_base or model.rope_scaling.*.
-Exit code 2 means wrong use, or an unreadable model or text.
+The checkpoint may have any parallel layout. Results go to RUN_DIR/evaluations/NAME, or to DIR/NAME with --out.
+key=value changes how the model attends: gsa.attention, gsa.k_base, gsa.k_min, gsa.k_max, gsa.local_window,
+gsa.dense_below, gsa.adaptive_k, model.rope_base or model.rope_scaling.*. Exit code 2 means wrong use, or an
+unreadable model or text.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ installation.
     python launch/export_hf.py --checkpoint DIR --out DIR
 
 DIR receives weights in safetensors, config, tokenizer, generation config, the architecture's code and a model card.
-The checkpoint may have any layout. Exit code 2 means wrong use, a damaged checkpoint, or a tokenizer that cannot be
-converted.
+The checkpoint may have any parallel layout. Exit code 2 means wrong use, a damaged checkpoint, or a tokenizer that
+cannot be converted.
 """
 
 from __future__ import annotations

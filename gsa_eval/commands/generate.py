@@ -3,12 +3,12 @@
     python launch/generate.py --run RUN_DIR [--step N] --prompt TEXT [--prompt TEXT ...] --max-new-tokens N
     python launch/generate.py --checkpoint DIR | --hf DIR  --prompts FILE | --interactive ...
 
-Decoding is greedy by default. With --temperature, --top-k or --top-p, it samples, and --seed fixes the random numbers.
-The checkpoint may have any layout. No file is written. A CUDA device runs the kernels. Other devices run plain torch,
-which is slow for long texts. --attention selects another implementation. The standard output has the texts. The
-standard error has the speed and the chosen implementations. Exit code 2 means wrong use, a missing checkpoint, an empty
-prompt, or a prompt that is too long: prompt and new tokens together must fit the model's context. Exit code 130 means
-Ctrl-C.
+The checkpoint may have any parallel layout. Decoding is greedy by default. --temperature, --top-k or --top-p turn on
+sampling, and --seed fixes its random numbers. The texts go to standard output, the speed to standard error.
+
+Attention runs in the Triton kernels on CUDA, and elsewhere in plain torch, which is slow for long texts. --attention
+selects another implementation. Exit code 2 means wrong use, a missing checkpoint, an empty prompt, or a prompt that
+with its new tokens exceeds the model's context. Exit code 130 means Ctrl-C.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def write(
 
 
 def interact(answer: Callable[[Sequence[str]], None]) -> None:
-    """Answer the lines of the standard input until its end. A line that the model cannot continue is refused."""
+    """Answer each line of the standard input. If the model cannot continue a line, print the error and go on."""
     for line in sys.stdin:
         prompt = line.rstrip("\n")
         if not prompt.strip():

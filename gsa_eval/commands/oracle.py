@@ -1,11 +1,10 @@
-"""Measure the best retrieval that a selection of keys allows: launch/oracle.py of a checkout.
+"""Measure the best retrieval that any indexer could reach: launch/oracle.py of a checkout.
 
     python launch/oracle.py --hf DIR --haystack PLACE --lengths 4096,8192 --out FILE.json
 
-The model may be any decoder of transformers with plain attention. It answers RULER's needle tasks token by token. Each
-layer reads only the keys that its own attention probabilities select. The form of a selection says whether it has
-single keys or blocks of neighbouring keys, and how many neighbouring queries share it. Exit code 2 means wrong use, or
-an unreadable model or text.
+A decoder of transformers with plain attention answers RULER's needle tasks. Each query attends only to the keys with
+the highest attention probabilities. --forms says how many neighbouring queries share these keys, and whether blocks of
+neighbouring keys are selected together. Exit code 2 means wrong use, or an unreadable model or text.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python launch/serve.py --hf DIR [--host HOST] [--port PORT] [--server vllm|transformers] [options of the server]
 
-By default, vLLM is the server if it is installed, and otherwise transformers. Both servers offer OpenAI's API. All
-other options are passed to the server, and `vllm serve --help` or `transformers serve --help` lists them. Exit code 2
-means wrong use, a folder without a GSA model, or a missing package.
+The default server is vLLM where it is installed, and otherwise transformers. Both offer OpenAI's API. Further options
+go to the server, and `vllm serve --help` or `transformers serve --help` lists them. Exit code 2 means wrong use, a
+folder without a GSA model, or a missing package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Average the weights of checkpoints, or take a checkpoint's moving average, as a checkpoint of weights."""
+"""Average the weights of checkpoints, or take a checkpoint's moving average, and write a checkpoint of weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OF_MEGATRON = (MANIFEST, MEGATRON_METADATA, TORCH_METADATA, "common.pt")
 
 
 def average_weights(checkpoints: Sequence[Path], out: Path, moving: bool) -> None:
-    """Write the averages to `out`, in the dtype of the weights, with the step, the config and the tokenizer of the last
-    checkpoint. `out` is created atomically.
+    """Write the averages to the folder `out`, which is created atomically.
 
-    If the weights are not fp32, `out` also has the averages in fp32, from which `checkpoint.initial_weights` starts.
+    `out` also gets the step, the config and the tokenizer of the last checkpoint. The averages have the dtype of the
+    weights. If this is not fp32, `out` also has them in fp32 for `checkpoint.initial_weights`.
 
     Args:
-        moving: average the checkpoints' moving averages. Parameters that the phase does not train have only weights,
-            which are averaged.
+        moving: average the checkpoints' moving averages. A parameter without a moving average, because the phase does
+            not train it, contributes its weight.
 
     Raises:
         ValueError: a checkpoint is damaged, has other tensors than the last, has no moving average, or was saved before
@@ -57,7 +57,7 @@ def average_weights(checkpoints: Sequence[Path], out: Path, moving: bool) -> Non
 
 
 def _has_variance(source: CheckpointTensors) -> bool:
-    """Returns whether the indexer has run in training. Before, the mean variance of its scores is 0."""
+    """Returns whether the indexer has run in training: until then, its variance average is 0."""
     return any(bool(source.read(name).any()) for name in source.kinds if name.endswith(".variance.ema"))
 
 

@@ -1,4 +1,4 @@
-"""Describe dense models of other architectures as GSA models: their sizes, and the source of each weight.
+"""Describe dense models of other architectures as GSA models: sizes, gates and unused weights.
 
 Features that a GSA model cannot represent are refused.
 """
@@ -30,7 +30,7 @@ HAS_NOT = {
 
 
 def config_of(found: Any, gates: Gates, seq_len_tokens: int | None) -> Config:
-    """Returns `model`, `gsa` and `train.seq_len_tokens` for transformers' configuration of a dense model.
+    """Returns the config of training (`model`, `gsa`, `train.seq_len_tokens`) for a dense model of transformers.
 
     Raises:
         ValueError: a GSA model cannot represent the dense model. The error lists fields, values and reasons.
@@ -101,14 +101,14 @@ def _problems(found: Any, length: int) -> list[str]:
 
 
 def open_gate(name: str) -> float | None:
-    """Returns the number that fills a tensor of an open gate, or None for another tensor."""
+    """Returns the number that fills this tensor of an open gate, or None if the tensor is of no gate."""
     if name.endswith("_gate_proj.weight"):
         return 0.0
     return OPEN_BIAS if name.endswith("_gate_proj.bias") else None
 
 
 def unused(names: set[str], config: Config) -> set[str]:
-    """Returns the unused tensors, which carry no information: tied output layers, tables of the rotary embedding."""
+    """Returns the tensors that the import ignores: a tied output layer, and tables of the rotary embedding."""
     return {
         name
         for name in names

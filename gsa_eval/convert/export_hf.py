@@ -63,8 +63,7 @@ def export_hf(
     dtype: Literal["bf16", "fp32"] | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Exported:
-    """Write the weights that training computes with (not the optimizer's fp32 copies), and all files that belong to
-    them.
+    """Write a transformers folder: the model's weights (not the optimizer's fp32 copies), config, tokenizer and code.
 
     Args:
         checkpoint: a step_* folder, or a folder that `import_hf` wrote.
@@ -107,7 +106,7 @@ def export_hf(
 
 
 def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None) -> tuple[Path, Path | None]:
-    """Returns the checkpoint that the options name, and the folder of its run if it lies in one.
+    """Returns the checkpoint that the options name, and the folder of its run; None if it lies in no run.
 
     Raises:
         ValueError: there is no such checkpoint.
@@ -134,10 +133,10 @@ def find_source(run_dir: Path | None, step: int | None, checkpoint: Path | None)
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder of this process that is renamed to `out` when it is complete. A kill leaves no folder `out`.
+    """Yield a temporary folder, and rename it to `out` at the end. A killed process leaves no folder `out`.
 
     Raises:
-        ValueError: `out` exists and is not empty, at the beginning or at the end.
+        ValueError: `out` is not empty, at the beginning or at the end.
         OSError: `out` cannot be written.
     """
     _refuse_filled(out)
@@ -198,8 +197,8 @@ def _plan(
 
 
 def _write_generation_config(folder: Path, eos_ids: int | list[int], companions: Companions) -> None:
-    """Write the ids of the tokens that end a text, and the sampling settings of the imported model. This function does
-    not use transformers' own class, because this class refuses sampling settings that its older versions wrote."""
+    """Write generation_config.json: the stop tokens, and the sampling settings of the imported model. The class
+    GenerationConfig is not used, because it refuses sampling settings that older versions of transformers wrote."""
     content: dict[str, Any] = {"eos_token_id": eos_ids, **companions.sampling}
     pad = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).pad_token_id
     if pad is not None:
@@ -209,9 +208,8 @@ def _write_generation_config(folder: Path, eos_ids: int | list[int], companions:
 
 
 def tokenizer_of(checkpoint: Path, config: Config, state: RunState) -> Tokenizer:
-    """Returns the checkpoint's copy of the tokenizer, or for an older checkpoint the config's file.
-
-    The tokenizer knows the tokens at which the model stops.
+    """Returns the tokenizer, with its stop tokens, from its copy in the checkpoint. Older checkpoints have no copy. For
+    them, the tokenizer is read from `data.tokenizer`.
 
     Raises:
         ValueError: the tokenizer is missing, or differs from the run's tokenizer.
@@ -239,7 +237,7 @@ def companions_of(checkpoint: Path) -> Companions:
 
 
 def warnings_of(hf_config: gsa_hf.GSAConfig, config: Config, state: RunState) -> list[str]:
-    """Returns what a user of the model should know about the state in which the model was saved."""
+    """Returns a warning if the model was saved in a dense phase, because the exported attention is sparse."""
     said = []
     phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
     selects = set(hf_config.layer_types or ()) != {gsa_hf.DENSE_LAYER}

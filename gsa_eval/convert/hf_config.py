@@ -41,8 +41,8 @@ GSA_FIELDS = {
     "k_base": "index_topk",
     "selection_reuse": "index_topk_freq",
 }
-"""Field of `gsa` -> field of transformers. Four fields have names that transformers also uses for other sparse models.
-`layer_types` represents `gsa.attention`. Other fields say how to train, and with which kernels."""
+"""Field of `gsa` -> field of transformers. Names with `index_` are transformers' names for
+other sparse models. Missing: `gsa.attention`, which is in `layer_types`, and fields that only training needs."""
 MOE_FIELDS = {
     "experts": "num_experts",
     "top_k": "num_experts_per_tok",
@@ -51,12 +51,12 @@ MOE_FIELDS = {
     "router_score": "scoring_func",
     "routed_scale": "routed_scaling_factor",
 }
-"""Field of `moe` -> field of transformers. `mlp_only_layers` lists the layers without experts. Other fields say how
-routers are balanced."""
+"""Field of `moe` -> field of transformers. Missing: the layers without experts, which are in `mlp_only_layers`, and
+fields for balancing the routers in training."""
 
 
 def to_hf_config(config: Config) -> GSAConfig:
-    """Returns the configuration, without tokens and dtype.
+    """Returns the transformers configuration, without token ids and dtype.
 
     Raises:
         ValueError: the model has features that `gsa_hf` lacks.
@@ -94,8 +94,8 @@ def _experts(config: Config) -> dict[str, Any]:
 def from_hf_config(found: GSAConfig) -> Config:
     """
     Raises:
-        ValueError: layers of both kinds of attention, experts in layers where training cannot have them, or a
-            rotary embedding that training lacks.
+        ValueError: training does not support the model, because it has both dense and sparse layers, experts at
+            irregular layers, or another rotary embedding.
     """
     rope = found.rope_parameters or {}
     if problem := other_rope(rope):
@@ -122,8 +122,8 @@ def from_hf_config(found: GSAConfig) -> Config:
 
 
 def _moe_section(found: GSAConfig) -> MoEConfig:
-    """Returns the config section `moe`. The model does not say how training balanced its experts. Routers
-    without biases therefore get our default, a balance loss over the global batch."""
+    """Returns the config section `moe`. `config.json` does not say how training balanced the experts. If the routers
+    have no biases, we assume our default, a balance loss over the global batch."""
     if found.num_experts == 0:
         return MoEConfig()
     layers = found.num_hidden_layers
@@ -152,7 +152,7 @@ def _rope_parameters(model: ModelConfig) -> dict[str, Any]:
 
 
 def other_rope(rope: dict[str, Any]) -> str | None:
-    """Returns an error if a training model lacks something in transformers' `rope_parameters`, else None."""
+    """Returns an error if training does not support these `rope_parameters` of transformers, else None."""
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn"):
         return f"rope_parameters.rope_type = {kind}: a GSA model has the default and yarn; give such a model"

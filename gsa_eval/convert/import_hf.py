@@ -31,16 +31,16 @@ def import_hf(
     seq_len_tokens: int | None = None,
     tokenizer: TokenizerChoice | None = None,
 ) -> Config:
-    """Write `out`: a checkpoint with weights only, the tokenizer and its companions, and a config.yaml for a run.
+    """Write `out`: a checkpoint with only weights, the tokenizer, its chat template, and a config.yaml for a run.
 
     Args:
         folder: folder of a GSA model (`gsa_hf`) or of a dense model (`dense_models.ARCHITECTURES`).
         out: the new folder, created atomically.
-        gates: for a dense model: `none`, or `open` gates, which multiply by 1.
+        gates: for a dense model: `none`, or `open` (gates that multiply by 1).
         seq_len_tokens: sequence length of later training; None: the longest that the model supports.
 
     Raises:
-        ValueError: a field of the model has no counterpart in a GSA model; a shard is missing, damaged or
+        ValueError: a GSA model cannot represent the model; a shard is missing, damaged or
             differs from the index; the tokenizer is missing or larger than the embedding.
     """
     found = read_hf_config(folder, (*ARCHITECTURES, GSAConfig.model_type))
@@ -82,7 +82,7 @@ def import_hf(
 def _tensors(
     folder: Path, source: SafetensorsFolder, config: Config, model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields our tensors one by one, after checking that all tensors of the folder exist with their shapes."""
+    """Check names and shapes of all tensors in the folder. Then yield the converted tensors one by one."""
     found = pairs(config)
     gates: dict[str, tuple[tuple[int, ...], float]] = {}
     for pair in found:

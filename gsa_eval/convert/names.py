@@ -20,8 +20,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """Names one tensor of a checkpoint. Also names the tensors of a Hugging Face folder that together hold the values
-    of this tensor."""
+    """A tensor of a checkpoint, and the tensors of a Hugging Face folder that together have the same values."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -39,7 +38,7 @@ class Pair:
 
 
 def pairs(config: Config) -> list[Pair]:
-    """Returns the pairs of the whole model, in its order."""
+    """Returns the pairs of all tensors, in the model's order."""
     model, mixtures = config.model, layers_with_experts(config.moe, config.model.num_layers)
     vocabulary = (model.vocab_size, model.hidden_size)
     found = [_same("embedding.word_embeddings.weight", "model.embed_tokens.weight", *vocabulary)]
@@ -106,8 +105,8 @@ def _feed_forward(ours: str, theirs: str, d: int, ffn: int) -> list[Pair]:
 
 
 def _gates(ours: str, theirs: str, model: ModelConfig, gsa: GSAConfig) -> list[Pair]:
-    """Returns the gates' pairs. In training, the gates on heads are one matrix. Each key-value head has the rows of all
-    its gates there."""
+    """Returns the pairs of the gates. The checkpoint has one matrix for all gates on heads, with the rows grouped by
+    key-value head."""
     d, found = model.hidden_size, []
     rows = gate_rows(gsa, model.num_heads, model.num_kv_heads, model.head_dim, d)
     on_heads = {f"{name}_gate_proj": rows[name] for name in ON_HEADS if rows[name]}
@@ -186,8 +185,8 @@ def _first(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _by_kv_head(
     ours: str, theirs: Sequence[str], rows: Sequence[int], kv_heads: int, columns: tuple[int, ...]
 ) -> Pair:
-    """Returns a pair whose checkpoint tensor interleaves the folder's tensors by key-value head: [n_kv * sum(rows),
-    ...]."""
+    """Returns a pair whose checkpoint tensor, [n_kv * sum(rows), ...], groups the rows of the folder's tensors by
+    key-value head."""
 
     def split(whole: torch.Tensor) -> Tensors:
         per_head = whole.unflatten(0, (kv_heads, sum(rows)))

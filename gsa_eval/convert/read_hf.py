@@ -1,7 +1,6 @@
 """Read a Hugging Face folder as a complete transformers model, or refuse the folder. No code in the folder runs.
 
-If the weights do not fit config.json, transformers itself fills missing weights with random values. This module
-therefore reads and checks the weights itself.
+This module reads and checks the weights itself, because transformers fills missing weights with random values.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
         known: known architectures, by `model_type`.
 
     Raises:
-        ValueError: the config is missing, damaged, of an unknown architecture, or names weights of another
-            format; or a file of the folder is unsafe to read, such as a pipe.
+        ValueError: the config is missing or damaged, or names an unknown architecture or weights of another
+            format, or a file of the folder is unsafe to read, such as a pipe.
     """
     content = check_config(folder)
     path = folder / "config.json"
@@ -54,21 +53,21 @@ def read_hf_config(folder: Path, known: Collection[str]) -> Any:
             raise ValueError(f"{path}: {field} = {str(content[field])[:60]}: {remedy}")
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    # The cause of a StrictDataclassError names field and value. KeyError: a field of YaRN is missing. TypeError: a
-    # value that the class does not check has a wrong type.
+    # The cause of a StrictDataclassError names field and value. KeyError: a field of YaRN is missing. TypeError: an
+    # unchecked value has a wrong type.
     except (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error.__cause__ or error}") from error
-    # We choose the attention, because transformers would download a kernel of such a name.
+    # Ignore config.json's choice of attention, because transformers would download a kernel of that name.
     found._attn_implementation = None
     found._experts_implementation = None
     return found
 
 
 def check_config(folder: Path) -> dict[str, Any]:
-    """Returns the fields of config.json, whose numbers a model may have.
+    """Returns the fields of config.json, after checking the ranges of its numbers.
 
     Raises:
-        ValueError: the file is missing or damaged, or a number cannot be real; or a file of the folder is unsafe to
+        ValueError: the file is missing or damaged, a number is out of range, or a file of the folder is unsafe to
             read, such as a pipe.
     """
     check_files(folder)
@@ -80,7 +79,7 @@ def check_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {numbers[0]} is not finite; give a number")
     has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
     shapes = SafetensorsFolder(folder).shapes.values() if has_weights else ()
-    # No size exceeds the numbers in the largest tensor. torch fails at a shape that does not fit 64 bits.
+    # No size exceeds the element count of the largest tensor. torch fails if a shape does not fit 64 bits.
     most = MOST | dict.fromkeys(SIZES, max(map(math.prod, shapes), default=math.inf))
     for field, value in content.items():
         if not isinstance(value, int | float):  # transformers checks the types
@@ -98,10 +97,11 @@ def check_config(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Check files before transformers opens them, because transformers blocks on a pipe and parses JSON of any depth.
+    """Check the folder's files before transformers opens them, because transformers would hang on a pipe and parse JSON
+    of any depth.
 
     Raises:
-        ValueError: a file of the folder must not be read.
+        ValueError: a file is unsafe to read.
     """
     if not folder.is_dir():
         return
@@ -113,7 +113,7 @@ def check_files(folder: Path) -> None:
             try:
                 parse_json(read_whole(path))
             except ValueError as error:
-                # The reader of such a file gives a better message.
+                # Syntax errors are left to the reader of this file, whose message is better.
                 if not isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
                     raise ValueError(f"{path} is damaged: {error}; copy it from its source again") from error
 
@@ -137,8 +137,8 @@ def read_gsa_model(
 ) -> GSAForCausalLM:
     """
     Args:
-        found: the folder's configuration, which its weights must fit.
-        config: `found`, perhaps with other budgets or dense attention, but the same sizes.
+        found: the folder's configuration, which the folder's weights must fit.
+        config: configuration of the model. It may differ from `found` in budgets or in dense attention, not in sizes.
 
     Raises:
         ValueError: the weights are missing or damaged, or do not fit this configuration.

@@ -1,4 +1,4 @@
-"""Read a checkpoint of a running run, which may meanwhile delete (checkpoint.keep_last) or set aside the checkpoint."""
+"""Read a checkpoint while its run continues. The run may delete it meanwhile (checkpoint.keep_last)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gsa_eval.convert.export_hf import find_source
 
 TRIES = 5
 PAUSE_SECONDS = 1.0
-"""Pause before the next try: a shared file system may show deleted files for a while."""
+"""Pause before the next try, because a shared file system may show deleted files for a while."""
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -25,9 +25,8 @@ def read_source(
     checkpoint: Path | None,
     read: Callable[[Path, Path | None], Result],
 ) -> Result:
-    """Returns the result of `read` for the named checkpoint. If it is deleted meanwhile, reads the newest checkpoint.
-
-    There is no lock: a run neither waits for readers nor keeps a checkpoint for them.
+    """Returns the result of `read` for a checkpoint. A run may delete the checkpoint meanwhile, because there is no
+    lock. If neither `step` nor `checkpoint` names the checkpoint, the newest one is then read instead.
 
     Args:
         run_dir, step, checkpoint: arguments of `find_source`.
@@ -35,8 +34,8 @@ def read_source(
             something is missing or damaged.
 
     Raises:
-        ValueError: the checkpoint does not exist, or was deleted during the read. Without `step` and
-            `checkpoint` the newest one is read, and a deletion leads to up to `TRIES` tries.
+        ValueError: the checkpoint does not exist, or the named checkpoint was deleted during the read, or `TRIES`
+            newest checkpoints were deleted.
         ValueError, OSError: raised by `read` while the checkpoint still exists.
     """
     for _ in range(TRIES):
@@ -69,8 +68,7 @@ def read_source(
 
 
 def _inode(folder: Path) -> int | None:
-    """Returns the folder's inode, which changes if another folder takes the name, or None if the folder does not
-    exist."""
+    """Returns the folder's inode (a new folder of the same name has another one), or None without a folder."""
     try:
         return folder.stat().st_ino
     except OSError:

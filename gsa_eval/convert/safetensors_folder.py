@@ -80,8 +80,8 @@ class SafetensorsFolder:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Returns a dict tensor -> file, or an empty dict if one file holds all. A single file has precedence over an
-    index, as in transformers."""
+    """Returns the index of shards (tensor -> file), or an empty dict if the folder has a single weight file. If it has
+    both, the single file is used, as in transformers."""
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         listed = read_json_object(folder / INDEX).get("weight_map")
         if (
@@ -111,8 +111,8 @@ class PlannedTensor:
 
 
 def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int) -> None:
-    """Write the tensors in order, with only one shard in memory at a time. A shard has at most `largest_bytes`. If a
-    single tensor has more, it gets a shard of its own."""
+    """Write the tensors in order, with one shard in memory at a time. A shard has at most `largest_bytes`, or a single
+    tensor that is larger."""
     shards: list[list[PlannedTensor]] = [[]]
     size = 0
     for tensor in planned:

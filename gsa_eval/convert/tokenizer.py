@@ -32,7 +32,7 @@ PROBES = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa      \n      bbbb",
     'https://example.org/?q=1&r=%20#x {"key": [1, 2.5e-3, null]}',
 )
-"""Text on which tokenizers with different rules differ: white space, newlines, characters spelled only by bytes,
+"""Texts that reveal differences between tokenizers: white space, newlines, characters spelled only by bytes,
 compatibility characters, long repetitions."""
 
 # These are the kinds of sentencepiece's pieces.
@@ -52,7 +52,7 @@ class TokenizerChoice:
 
 
 def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = None) -> Tokenizer:
-    """Load the tokenizer of a transformers folder, with its EOS and all tokens at which the model stops.
+    """Load the tokenizer of a transformers folder, with its EOS and all stop tokens.
 
     Raises:
         ValueError: the tokenizer is missing, of an unsupported kind, or its accompanying files are damaged.
@@ -61,7 +61,7 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
     is_ours = found.model_type == GSAConfig.model_type
     path = choice.file
     if path is None:
-        # A run's own file comes first, else tokenizer.json, which includes tokens added later.
+        # The run's own file comes first in an exported folder. Elsewhere tokenizer.json does, with tokens added later.
         names = (SENTENCEPIECE_MODEL, TOKENIZER_JSON)
         order = names if is_ours else names[::-1]
         path = next((folder / name for name in order if (folder / name).is_file()), None)
@@ -73,14 +73,14 @@ def folder_tokenizer(folder: Path, found: Any, choice: TokenizerChoice | None = 
         )
     tokenizer = _with_eos(path, choice.eos_token or named_eos(folder))
     if is_ours and choice.eos_token is None and isinstance(found.eos_token_id, list):
-        # The first token of the exported list ends a document. The token in tokenizer_config.json may end turns.
+        # The first token of the exported list ends a document. The EOS of tokenizer_config.json may end turns instead.
         tokenizer = _with_eos(path, tokenizer.name_of(found.eos_token_id[0]))
     set_up_tokenizer(tokenizer, read_companions(str(folder / TOKENIZER_JSON)))
     return tokenizer
 
 
 def _with_eos(path: Path, named: str | None) -> Tokenizer:
-    """Load the tokenizer. If `named` is the file's default EOS, the fingerprint does not contain the EOS."""
+    """Load the tokenizer with the EOS `named`. The fingerprint contains only an EOS that is not the file's default."""
     try:
         tokenizer = Tokenizer(str(path))
     except TokenizerError:
@@ -100,16 +100,16 @@ def write_tokenizer(
     companions: Companions = NO_COMPANIONS,
     was_trained: bool = True,
 ) -> None:
-    """Write the run's file, a tokenizer.json, tokenizer_config.json and the chat template.
+    """Write the run's tokenizer file, a tokenizer.json, tokenizer_config.json and the chat template.
 
     Args:
         max_length: tokens of a training sequence.
         companions: the chat template and the special tokens.
-        was_trained: whether the model was trained here. The tokenizer then adds no token to a text, as in
-            training. The tokenizer of an imported model may add tokens.
+        was_trained: whether the model was trained here. If so, the written tokenizer adds no start token to a
+            text, as in training.
 
     Raises:
-        ValueError: AutoTokenizer gives other ids for some text.
+        ValueError: AutoTokenizer encodes a probe text to other ids than training.
     """
     template = companions.template
     (folder / tokenizer.file_name).write_bytes(tokenizer.file)
@@ -137,10 +137,10 @@ def write_tokenizer(
 def check_same_ids(
     tokenizer: Tokenizer, folder: Path, companions: Companions = NO_COMPANIONS, was_trained: bool = True
 ) -> None:
-    """Compare ids, also of AutoTokenizer's default call, and of a conversation of two turns.
+    """Compare the ids of AutoTokenizer with the ids of training, for probe texts and a conversation of two turns.
 
     Raises:
-        ValueError: AutoTokenizer gives other ids than training. The error names the text.
+        ValueError: the ids of a text differ. The error names the text.
     """
     theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     calls: list[dict[str, Any]] = [{"add_special_tokens": False}, *([{}] if was_trained else [])]
@@ -163,8 +163,8 @@ def check_same_ids(
 
 
 def _special_tokens(tokenizer: Tokenizer, companions: Companions) -> dict[str, str]:
-    """Returns entries for tokenizer_config.json. `eos_token` ends a document, or is the template's token of this
-    name."""
+    """Returns special tokens for tokenizer_config.json. If the chat template mentions `eos_token`, its `eos_token` is
+    used, otherwise the token that ends a document."""
     named = {**companions.special_tokens, "eos_token": tokenizer.name_of(tokenizer.eos_id)}
     if (template := companions.template) is not None:
         variables = ChatEncoder(template, tokenizer, trains=False).variables
@@ -185,7 +185,7 @@ def convert_sentencepiece(file: bytes, path: str) -> str:
     """Convert a sentencepiece model to the content of a tokenizer.json.
 
     Raises:
-        ValueError: its kind of model has no counterpart.
+        ValueError: tokenizer.json cannot represent this kind of model.
     """
     messages: Any = sentencepiece_model_pb2  # its classes are created at import
     proto = messages.ModelProto()
@@ -240,7 +240,7 @@ def _normalizers(rules: Any) -> list[Any]:
 
 
 def _merges(proto: Any) -> list[tuple[str, str]]:
-    """Returns all pairs of pieces that form a piece, in sentencepiece's order of joining: best score first."""
+    """Returns the BPE merges: all pairs of pieces that form a piece, best score first, as sentencepiece joins them."""
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
     found = [
         (-score, number, piece[:cut], piece[cut:])
