@@ -25,9 +25,10 @@ class Document(NamedTuple):
 def read_documents(
     manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]
 ) -> list[Document | str]:
-    """Returns every line or row of one shard, as a Document or the name of its fault. Each line keeps its index.
+    """Returns a Document for each good line (JSON) or row (Parquet) of a shard, and the name of the fault for each bad
+    one.
 
-    A shard with more bad lines than `reading` allows counts as shards_bad_lines, and "skip" leaves the shard out.
+    If a shard has more bad lines than `reading` allows, returns [] with on_bad_shard="skip", else raises DataFault.
     """
     limit, lines = reading.max_document_bytes, []
     if relpath.endswith(".parquet"):
