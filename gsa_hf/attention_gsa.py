@@ -85,8 +85,8 @@ def eager_attention_forward(
 
 
 class GSAAttention(nn.Module):
-    """In a dense layer, attends to all causal keys. In other layers, attends to the keys that the indexer of this or an
-    earlier layer selected."""
+    """In a dense layer, attends to all causal keys. In a sparse layer, attends to the keys that an indexer selected, in
+    this layer or in an earlier one."""
 
     def __init__(self, config: GSAConfig, layer_idx: int) -> None:
         super().__init__()

@@ -25,8 +25,8 @@ from .modeling_gsa import GSAForCausalLM
 logger = logging.getLogger(__name__)
 
 ROOM_SLOTS = 256
-"""The number of slots of a cache is a multiple of this number, so that the CUDA graph usually fits the next prompts,
-too."""
+"""The number of cache slots is rounded up to a multiple of this number, so that the CUDA graph often fits the next
+prompts."""
 
 LOOK_STEPS = 16
 """Number of steps between checks for ended sequences. Each check synchronizes with the device."""

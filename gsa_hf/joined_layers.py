@@ -1,4 +1,4 @@
-"""Compute a layer of `FusedDecoder`'s step in plain torch, with joined projections. row_layers.py does so with kernels.
+"""Compute a layer of `FusedDecoder`'s step in plain torch, with joined projections. row_layers.py uses kernels instead.
 
 Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d, feed-forward width F, Lk cache
 slots, and HI indexer heads of size DI.

@@ -104,7 +104,7 @@ class RunMetrics:
 
 def with_means(record: Record) -> Record:
     """Return the record with the entries of its dicts as separate keys, such as `lrs: base` and `eval_bits_per_byte:
-    piqa`. If a dict has the scores of tasks (`eval_...`), its own key gets the mean over all tasks."""
+    piqa`. For scores of tasks (`eval_...`), the dict's own key gets the mean over all tasks."""
     found: Record = {}
     for key, value in record.items():
         if not isinstance(value, dict):
@@ -117,9 +117,8 @@ def with_means(record: Record) -> Record:
 
 
 def token_knots(records: list[Record]) -> list[tuple[int, int]]:
-    """Return points (step, tokens). Between two points, the number of tokens grows linearly with the step. There is a
-    point at the first step, at the last step, and wherever the tokens per step change. If the tokens are unknown, the
-    list is empty."""
+    """Return points (step, trained tokens), between which the tokens grow linearly: the first step, the last step, and
+    each step at which the tokens per step change. If the tokens are unknown, the list is empty."""
     counted = {
         record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
     }

@@ -56,8 +56,8 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
 
 
 def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
-    """Run `action` and return its result. A stalled action is tried again, also after a transient error. Raises
-    DataFault if no try succeeds."""
+    """Run `action` and return its result. After a stall or a transient error, try again. Raises DataFault if no try
+    succeeds."""
     try:
         return patiently(action, f"data folder {root!r}", reading, Counter())
     except OSError as error:
