@@ -134,7 +134,6 @@ def parse_row(text: bytes | None, source: bytes | None, max_document_bytes: int 
 
 
 def is_utf8(line: bytes) -> bool:
-    """Returns whether the line is valid UTF-8."""
     try:
         line.decode()
     except UnicodeDecodeError:

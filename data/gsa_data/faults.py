@@ -86,7 +86,6 @@ class Reading:
 
     @property
     def waits_seconds(self) -> list[float]:
-        """Returns the wait before each retry."""
         return [min(60.0, self.backoff_seconds * 2.0 ** min(retry, 60)) for retry in range(self.retries)]
 
     @property

@@ -210,7 +210,6 @@ class LaneReader:
             self.counters[LONG_CONVERSATIONS] += 1
 
     def take_counters(self) -> dict[str, int]:
-        """Returns the counts since the last call."""
         taken, self.counters = dict(self.counters), Counter()
         return taken
 

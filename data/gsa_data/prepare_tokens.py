@@ -262,7 +262,6 @@ def _write(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def _write_all(writer: _Writer, left: list[str], workers: int) -> Iterator[None]:
-    """Write the remaining datasets, and yield after each."""
     if workers == 1:
         yield from map(writer.write, left)
         return

@@ -141,7 +141,6 @@ def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Blo
 
 
 def _start_workers(samples: RankSamples, config: StreamConfig) -> Any:
-    """Returns the DataLoader's iterator."""
     workers = config.num_workers
     group_blocks = group_blocks_of(config)
     loader = DataLoader(

@@ -46,8 +46,6 @@ LEFT_OUT_OF = "left out of "
 
 
 class LineSources(NamedTuple):
-    """Holds the sources of the lines of a shard."""
-
     names: list[str]
     of_line: NDArray[np.int64]
     """[lines], index of the source in `names`, or -1 for a line without a document"""

@@ -34,7 +34,7 @@ class TrainingRun:
 
 
 CONSTANT = "phases.1.decay=constant"
-"""For runs with one step after the rate's warm-up. That step had the peak rate when the golden files were made."""
+"""Keeps the learning rate at its peak in runs with one step after the warm-up, as when the golden files were made."""
 
 CPU_RUNS = (
     TrainingRun("cpu-tp2-pp2", ("parallel.tensor=2", "parallel.pipeline=2"), ranks=4),

@@ -3,12 +3,17 @@
     torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--experts] [--json OUT] \\
         [--only "tp 2, sp" ...]
 
-In bf16, a sum in another order gives another result. Therefore five runs on one rank first measure how much training
-changes if only rounding changes. The first of these runs is the reference. The second run takes its micro-batches in
-opposite order, and the third takes two sequences at a time. The last two runs compute every matrix product in two or in
-four parts, and round each part to bf16 before they add the parts, as tensor parallelism does. For each layout the
-script computes how far the loss, KL and gradient norm of each step deviate from the reference. A layout passes if no
-deviation exceeds FACTOR times the largest deviation of the other one-rank runs (see `allowed`).
+In bf16, a sum in another order gives another result. Five runs on one rank therefore measure how much training changes
+if only rounding changes:
+
+* the reference
+* micro-batches in opposite order
+* two sequences at a time
+* two runs that compute every matrix product in two or four parts, and round each part to bf16 before the sum, as tensor
+  parallelism does
+
+For each layout the script computes how far the loss, KL and gradient norm of each step deviate from the reference. A
+layout passes if no deviation exceeds FACTOR times the largest deviation of the other one-rank runs (see `allowed`).
 
 First, the ranks divide the one-rank runs among themselves. Then all ranks join one process group and train one layout
 after another. If a layout needs fewer ranks, the remaining ranks are data parallel. `make layouts-gpu` sets
@@ -124,8 +129,9 @@ ONE_RANK = {
     "products in 2 parts": (False, 1, 2),
     "products in 4 parts": (False, 1, 4),
 }
-"""Runs of one rank: whether micro-batches run in opposite order, their sequences, and parts of each matrix product.
-More than one part needs separate gradients, and therefore no fused operations. Layouts are compared with BASELINE."""
+"""Runs on one rank. Columns: whether micro-batches run in opposite order, sequences per micro-batch, parts of each
+matrix product. Layouts are compared with BASELINE. Several parts need separate gradients, and therefore exclude fused
+operations."""
 
 
 def config_of(parallel: dict[str, Any], train: dict[str, Any], experts: bool) -> Config:

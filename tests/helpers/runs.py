@@ -49,7 +49,8 @@ SMALL = (
     *("gsa.indexer_heads=4", "gsa.indexer_dim=32", "gsa.k_min=32", "gsa.k_base=64", "gsa.k_max=128"),
     *("train.seq_len_tokens=128", "train.micro_batch_size=1"),
 )
-"""Use the demo's model instead of the tiny one, for what depends on the model's size, such as kernels of GPUs."""
+"""Overrides that train the demo's model instead of the tiny one, for tests that depend on the model's size, such as
+tests of GPU kernels."""
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
@@ -67,7 +68,7 @@ TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_
 TIMING += ("eval_seconds", "eval_time_share", "ettr", "lost_seconds")
 """Keys that differ between two runs of the same steps."""
 OF_A_GPU = ("memory_allocated_bytes", "memory_peak_bytes", "mfu", "mfu_dense_equivalent")
-"""Keys that exist only on GPUs. They also differ between runs of the same steps if one run does additional work."""
+"""Keys that exist only on GPUs. Their values differ between runs of the same steps if one run does additional work."""
 
 
 QUICK_STEPS = 10
