@@ -136,8 +136,8 @@ class GSAAttention(nn.Module):
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
             attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
             indexer_embeddings: cosines and sines [B, L, DI], if the indexer has a rotary embedding
-            selection: in a layer without an indexer, the keys that an earlier layer selected, bool [B, L, Lk] or the
-                kernels' type. In a layer with an indexer, None, or keys that replace the indexer's choice.
+            selection: in a layer without an indexer, the keys that an earlier layer selected, bool [B, L, Lk] or a type
+                of gsa_kernels. In a layer with an indexer, None, or keys that replace the indexer's choice.
             kernel_pass: the tokens' places in the cache; None without kernels
 
         Returns:

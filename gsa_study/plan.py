@@ -36,7 +36,7 @@ def check_unchanged(states: Sequence[JobState]) -> None:
     """Check that no job began with another config or command than the study file now has.
 
     Args:
-        states: states of all jobs of the study, because the report covers all jobs even if the user asks for some.
+        states: states of all jobs, also of jobs that the user did not ask for, because the report covers all jobs.
 
     Raises:
         StudyError: a job began with another config or command. The error names each field.

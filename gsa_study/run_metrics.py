@@ -165,8 +165,7 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 def interpolate(points: Points, x: float) -> float | None:
     """Return y at x by linear interpolation between the two neighbouring points. If x lies outside of all points,
-    return None. Several points may have the same x, such as a step and its validation. Then the last of these points
-    counts."""
+    return None. If several points have the same x, such as a step and its validation, the last of them counts."""
     known = dict(points)
     if x in known:
         return known[x]

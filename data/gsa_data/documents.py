@@ -25,8 +25,7 @@ class Document(NamedTuple):
 def read_documents(
     manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]
 ) -> list[Document | str]:
-    """Returns a Document for each good line (JSON) or row (Parquet) of a shard, and the name of the fault for each bad
-    one.
+    """Returns a Document for each good line or row of a shard, and the name of the fault for each bad one.
 
     If a shard has more bad lines than `reading` allows, returns [] with on_bad_shard="skip", else raises DataFault.
     """

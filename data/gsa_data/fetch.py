@@ -70,7 +70,7 @@ class Pulse:
 
 
 def file_system(address: str, reading: Reading) -> tuple[Any, str]:
-    """Returns the fsspec file system of an address, and the path in this file system. A connection is tried again.
+    """Returns the fsspec file system of an address, and the path in it. A failed connection is tried again.
 
     Do not call this function from short-lived threads. Each calling thread gets a helper thread (`_Connector`), which
     stays alive and holds the connections.

@@ -131,7 +131,7 @@ class LaneReader:
 
         Args:
             begun: whether the document at `start` was begun and counted before the save. If so, its rest comes first,
-                whatever the weight of its source is now.
+                even if its source now has weight 0.
         """
         epoch, unit, document, token_offset, copy, known_lines = start
         resumed = start != LANE_START
@@ -228,7 +228,7 @@ class LaneReader:
         """Return the unit's lines, their order, and their numbers of copies.
 
         Args:
-            counted: whether the unit was counted before the resumed position
+            counted: whether the saved counters already include the unit
             known_lines: number of lines of the unit at the save; 0 if unknown
         """
         counters: Counter[str] = Counter()

@@ -36,8 +36,8 @@ class Tokenizer:
 
     Args:
         path: a sentencepiece model or a `tokenizer.json`, local or at an fsspec address
-        eos_token: text of the token that ends each document. By default sentencepiece uses the file's EOS, and
-            tokenizer.json uses its only special token of a usual name (tokenizer_json.EOS_NAMES).
+        eos_token: text of the token that ends each document. By default, it is the EOS of a sentencepiece file, or the
+            only special token of a tokenizer.json with a usual name (tokenizer_json.EOS_NAMES).
         reading: limits and retries for reading the file
 
     Attributes:

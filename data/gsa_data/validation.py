@@ -73,8 +73,8 @@ def read_validation_set(
     """Read the first `max_blocks` sequences of a split (fewer if it is smaller), also grouped by source.
 
     To group by source, the documents of each source are concatenated, and the last sequence of each source is padded,
-    so that no text is lost. If documents are isolated, the sources together have as many scored tokens as the ungrouped
-    sequences. A source without scored tokens is left out.
+    so that no text is lost. If documents do not attend to each other, the sources together have as many scored tokens
+    as the ungrouped sequences. A source without scored tokens is left out.
 
     Raises TooLittleText if the split is shorter than one sequence or has nothing to score, and DataFault if it cannot
     be read.

@@ -72,7 +72,7 @@ class RunFailed(Exception):
 
 
 def train(run: TrainingRun, code: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Train with the launcher in `code`, the root of a checkout, and return its numbers by record ("step 3", ...)."""
+    """Train with the launcher of the checkout `code`, and return the logged numbers by record ("step 3", ...)."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"),

@@ -56,7 +56,7 @@ class ForkedRanks:
 
     Args:
         command: the launcher's file and its arguments.
-        environment: environment of all ranks. The first run's environment is also the server's.
+        environment: environment of all ranks. The server that forks them has the environment of the first run.
         mark: further variables of the ranks, which identify their descendants.
         rendezvous: whether ranks find each other as under torchrun; False: one process, as under plain python.
     """
@@ -153,7 +153,8 @@ class ForkedAgent:
     Args:
         torchrun: options of torchrun.
         command: the launcher's file and its arguments.
-        environment: environment of all processes. The first run's is also the server's. `mark` has further variables.
+        environment: environment of all processes, with further variables in `mark`. The server has the environment of
+            the first run.
     """
 
     def __init__(

@@ -136,8 +136,8 @@ operations."""
 
 def config_of(parallel: dict[str, Any], train: dict[str, Any], experts: bool) -> Config:
     """Return a config with 8 layers (enough for four pipeline stages of two chunks), width 256, 512 tokens and small
-    budgets. With `experts`, feed-forward layers are mixtures of experts. Even on one rank, a change in rounding then
-    sends some tokens to different experts."""
+    budgets. With `experts`, feed-forward layers are mixtures of experts, and a change in rounding sends some tokens to
+    other experts, even on one rank."""
     model = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "init_std": 0.02}
     sizes = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 704, "vocab_size": 4096}
     gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}

@@ -95,12 +95,12 @@ def train_case(
     """Return every step's numbers, with the statistics of each phase's last step, and a validation's numbers.
 
     Args:
-        steps: number of steps of each phase; if there is one phase, it takes the last number.
+        steps: number of steps of each phase. A case with one phase uses the last number.
         prepare: function that changes the model before it trains.
         backwards: whether to run each step's micro-batches in opposite order.
         tasks: whether to score tasks, too.
         measures: whether to return the statistics of each step.
-        graph: stands for a CUDA graph, and runs the last phase's micro-batches in steps without statistics.
+        graph: takes the place of a CUDA graph: it runs the micro-batches of the last phase in steps without statistics.
     """
     assert check_config(config, parallel.world_size) == []
     model = build_model(config, parallel)

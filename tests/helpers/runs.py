@@ -200,11 +200,11 @@ def start(
 
     Args:
         real: whether to start the real launcher. By default ranks are forked (forked.py), which is much faster.
-        agent: whether torchrun forks the ranks. With `real`, whether the launcher has a session of its own.
+        agent: whether torchrun forks the ranks or, with `real`, whether the launcher has a session of its own.
         faults: faults to inject into the ranks (faults.py).
         torchrun: options of torchrun, in place of the options for `ranks` ranks on this machine.
-        mark: string by which the processes of a start are found. Pass another start's mark for a further node of
-            the same job.
+        mark: string by which the processes of a start are found. To start a further node of a job, pass the mark of the
+            first node.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = mark or uuid.uuid4().hex

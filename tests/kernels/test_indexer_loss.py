@@ -260,8 +260,8 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the loss gets the log-sum-exps of attention and of the selected scores, it does not launch the `stats` kernel.
-    An error of 1e-3 in the log-sum-exps of the scores changes the loss by less than 1e-6 per row."""
+    """If the caller passes the log-sum-exps of attention and of the selected scores, the loss does not launch the
+    `stats` kernel. An error of 1e-3 in the log-sum-exps of the scores changes the loss by less than 1e-6 per row."""
     cut(monkeypatch, SMALL)
     names = ["scores", "queries", "keys"]
     kernels: list[list[str]] = []
