@@ -75,8 +75,8 @@ class _Replay:
         self.records = False
 
     def before_model(self, _: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hook before the model. A pass with a cache belongs to `generate`, and its selections are recorded. A pass
-        without a cache scores generated tokens, and gets the recorded `selections` as an argument."""
+        """Hook before each forward pass. A pass with a cache belongs to `generate`, and its selections are recorded. A
+        pass without a cache scores generated tokens, and gets the recorded `selections` as an argument."""
         tokens, mask = args[0] if args else given.get("input_ids"), given.get("attention_mask")
         if tokens is None:
             raise ValueError(

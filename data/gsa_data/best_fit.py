@@ -13,8 +13,8 @@ token of each cut block is also the first token of the next part. Every token ex
 predicted exactly once, in a block that also has the token before it. After an EOS, nothing is predicted
 (pack.loss_mask).
 
-The oldest document comes first, so no document stays in the pool for long. A saved position therefore refers only to
-recently read documents. At the start of a run, the pool grows by one document per block. With a full pool from the
+Blocks take the oldest document first, so no document stays in the pool for long. A saved position therefore refers only
+to recently read documents. At the start of a run, the pool grows by one document per block. With a full pool from the
 start, the first blocks would hold only long documents.
 """
 

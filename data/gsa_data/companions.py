@@ -1,7 +1,7 @@
 """Read the files next to a tokenizer's file: the chat template, the special tokens, and generation_config.json.
 
-Together with the tokenizer, these files determine at which tokens a model stops generating. Their names are the names
-in transformers.
+Together with the tokenizer, the files beside it determine at which tokens a model stops generating. The names of the
+files are those in transformers.
 """
 
 from __future__ import annotations

@@ -214,9 +214,9 @@ def _result(outcome: Future[T]) -> T:
 class _Connector(threading.Thread):
     """Helper thread that connects to file systems for one reading thread.
 
-    fsspec caches a file system for the thread that asked for it. One connector therefore stays alive, and makes all
-    connections of its reading thread. If a server does not answer, the connector hangs. The reading thread then
-    abandons this connector and starts a new one.
+    fsspec caches a file system for the thread that asked for it, so this thread stays alive, and makes all connections
+    of its reading thread. If a server does not answer, the helper thread hangs. The reading thread then abandons it and
+    starts a new one.
     """
 
     def __init__(self) -> None:

@@ -98,8 +98,8 @@ class OpenUnit(NamedTuple):
         return self.order[(document - int(place_of_copy(copy) * number)) % number]
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
-        """Yields all slots (document, copy number) from the given slot on. With `first_in_any_case`, the given slot is
-        yielded even if no source weight now allows this copy number."""
+        """Yields all slots (document, copy number) in reading order, from the given slot on. With `first_in_any_case`,
+        the given slot is yielded even if no source weight now allows this copy number."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy

@@ -82,8 +82,8 @@ def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
 
 
 def document_starts(document_ids: Tensor, query_start: int = 0) -> Tensor:
-    """For each token from position `query_start` on, returns the position of the first token of its document, int32 [B,
-    L - query_start]. `document_ids`, int32 [B, L], must not decrease along a row."""
+    """For each token from position `query_start` on, returns the position of its document's first token: int32 [B, L -
+    query_start]. `document_ids`, int32 [B, L], must not decrease along a row."""
     document_ids = document_ids.contiguous()
     return torch.searchsorted(document_ids, document_ids[:, query_start:].contiguous(), out_int32=True)
 

@@ -1,7 +1,8 @@
 """Weight the sources of a corpus: the weight decides how often a document comes in an epoch.
 
-A document of a source with weight 0 never comes, with 0.5 in every other epoch, and with 2 twice per epoch. In general,
-epoch e reads a document of weight w this number of times, where u in [0, 1) is fixed for the document:
+With weight 0, the documents of a source are never read. With 0.5, they are read in every other epoch, and with 2 twice
+per epoch. In general, epoch e reads a document of weight w this number of times, where u in [0, 1) is fixed for the
+document:
 
     floor((e + 1) w + u) - floor(e w + u)
 
@@ -14,8 +15,8 @@ which are read in order. Place j has one slot (j, c) for each copy number c:
     slot (j, 1) has document j - n/2
     slot (j, 2) has document j - n/4
 
-The further offsets follow the van der Corput sequence, and document numbers are taken modulo n. Copies of a document
-are therefore far apart, and the shares of the sources are constant along a unit.
+In general, slot (j, c) has document j - v(c) n modulo n, where v(c) is the van der Corput sequence. Copies of a
+document are therefore far apart, and the shares of the sources are constant along a unit.
 
 If an epoch has no copy c of the document in slot (j, c), the slot is skipped. The slots do not depend on the weights,
 so a resume may change the weights at any slot.
@@ -76,7 +77,7 @@ def copies_in_epoch(
 
 
 def document_offsets(key: int, lines: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the fixed number u in [0, 1) of each of these lines of a shard, [n]. `key` is the shard's 64-bit hash.
+    """Returns a fixed number u in [0, 1) for each of the given lines of a shard, [n]. `key` is the shard's 64-bit hash.
 
     The u of a line is output number `line` of the generator splitmix64 with the seed `key` (Steele, Lea, Flood 2014,
     "Fast splittable pseudorandom number generators"). The generator uses only integers, so u is the same on every

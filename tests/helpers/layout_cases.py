@@ -184,8 +184,8 @@ EQUAL = {
     "interleaved, overlapped": "interleaved",
     "pipeline, recomputed layers": "pipeline",
 }
-"""Maps each layout to a layout that must give the same bits. Both have two replicas, because gloo sums the buffers of
-more ranks in another order."""
+"""Maps each layout to a layout that must give the same bits. Both have two data-parallel replicas, because gloo sums
+the buffers of more ranks in another order."""
 
 ONE_SMALL_INDEXER = {
     **ALL_KEYS,

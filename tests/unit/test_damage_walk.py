@@ -34,7 +34,7 @@ UNREAD += ("console.log",)
 """Files that no start reads, or only quotes."""
 OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "starts.jsonl", "goodput.jsonl")
 OUTPUTS += ("alive.json", "summary.json", "stopped.json", "lock")
-"""Files from which a start reads only a part. It does not notice a changed digit in a record, which changes no step.
+"""Files that a start reads only in part. A start does not notice a changed digit in a record, which changes no step.
 From starts.jsonl, a start takes the run's id, which has a checksum."""
 
 

@@ -42,6 +42,7 @@ def test_a_function_is_compiled_when_it_is_called_with_its_options_and_once() ->
 
     @lambda function: at_first_call(compile_now, function)
     def plain(x: torch.Tensor, by: int = 2) -> torch.Tensor:
+        """Doubles."""
         return x * by
 
     with_options = at_first_call(compile_now, dynamic=True)(plain.__wrapped__)

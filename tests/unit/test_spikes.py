@@ -27,9 +27,9 @@ CLEAN = Path(__file__).parent / "clean_traces.npz"
     mixed, mixed_packed    text of a developer machine in documents of 4000 characters
     machine, filled        the same text in documents of up to 200,000 characters, each read for hundreds of steps
 
-All but demo have 1 or 2 layers of width 64, and small, noisy batches of sequences of 64 tokens. The text of the
-developer machine is C, Perl, C++, JSON, tables and licences. The constants of the spike rule were chosen on the first
-six runs, `machine` and `mixed`."""
+All runs except `demo` have 1 or 2 layers of width 64, and small, noisy batches of sequences of 64 tokens. The text of
+the developer machine is C, Perl, C++, JSON, tables and licences. The constants of the spike rule were chosen on the
+first six runs, `machine` and `mixed`."""
 ALARMS = {"filled": [*range(1841, 1855, 2)], "unclipped": [1535]}
 """Steps (from 0) that are flagged although the run has no fault. In `filled` every second batch has four documents of
 one kind, whose loss is 3 nats above the others. In `unclipped` a loss is 1.6 nats above the usual, and a norm 3.9 times
