@@ -85,8 +85,8 @@ def eager_attention_forward(
 
 
 class GSAAttention(nn.Module):
-    """In a dense layer, attends to all causal keys. In other layers, attends to the keys that the indexer of this or an
-    earlier layer selected."""
+    """In a dense layer, attends to all causal keys. In a sparse layer, attends to the keys that an indexer selected, in
+    this layer or in an earlier one."""
 
     def __init__(self, config: GSAConfig, layer_idx: int) -> None:
         super().__init__()
@@ -136,8 +136,8 @@ class GSAAttention(nn.Module):
             position_embeddings: cosines and sines of the rotary embedding, [B, L, channels]
             attention_mask: bool [B, 1, L, Lk], the causal keys of each query; None with kernels
             indexer_embeddings: cosines and sines [B, L, DI], if the indexer has a rotary embedding
-            selection: in a layer without an indexer, the keys that an earlier layer selected, bool [B, L, Lk] or the
-                kernels' type. In a layer with an indexer, None, or keys that replace the indexer's choice.
+            selection: in a layer without an indexer, the keys that an earlier layer selected, bool [B, L, Lk] or a type
+                of gsa_kernels. In a layer with an indexer, None, or keys that replace the indexer's choice.
             kernel_pass: the tokens' places in the cache; None without kernels
 
         Returns:

@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _INDEXED_NAMES = ("indexed_attention", "deepseek_sparse_attention")
 INDEXED_LAYER = next(name for name in _INDEXED_NAMES if name in DYNAMIC_LAYER_TYPE_MAPPING)
-"""The name in transformers of a layer whose cache also holds the indexer's keys. Newer versions of transformers use
-`indexed_attention`. A configuration may have either name."""
+"""transformers' type of a layer whose cache also holds the indexer's keys: `indexed_attention` in newer versions. A
+configuration may have either name."""
 DENSE_LAYER = "full_attention"
 LEAST = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 1),
@@ -99,7 +99,7 @@ class GSAConfig(PreTrainedConfig):
         routed_scaling_factor (`float`, *optional*, defaults to 1.0):
             Factor that multiplies the expert weights.
         router_bias (`bool`, *optional*, defaults to `False`):
-            Whether each expert has a bias, which is added to its score for the choice of experts, not for the weights.
+            Whether each expert has a bias, which is added to the expert's score to choose experts, not to weight them.
         layer_types (`list[str]`, *optional*):
             `"full_attention"` (dense) or `"indexed_attention"` (sparse) for each layer. All layers are sparse if unset.
         index_n_heads (`int`, *optional*, defaults to 4):
@@ -218,8 +218,8 @@ class GSAConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration, and copy the code files that `auto_map` names.
 
-        transformers copies code only for classes that it loaded itself. But models that this package loaded also have
-        `auto_map`."""
+        transformers copies code only for classes that it loaded itself, but a model that this package loaded may have
+        `auto_map`, too."""
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         here = Path(__file__).parent
         for place in (getattr(self, "auto_map", None) or {}).values():

@@ -3,8 +3,9 @@
 `FusedDecoder` joins all projections that have the same input: it concatenates their weights into one joined weight, so
 that one product computes all of them. The products run in torch or, for few sequences, in special kernels
 (row_layers.py). The decoder writes into a static cache and never synchronizes with the host, so a CUDA graph can
-capture a step. Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d, and Lk cache
-slots.
+capture a step.
+
+Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d, and Lk cache slots.
 """
 
 import dataclasses
@@ -139,8 +140,8 @@ class FusedDecoder:
             if sizes.row:
                 layer.lazy_initialization_indexer(weight.new_zeros(batch, 0, sizes.row))
                 rows = layer.indexer_keys
-            # Take views, because transformers marks the tensors of a layer as constants of a compiled graph. Here all
-            # layers share one graph.
+            # transformers marks a layer's cache tensors as constants of a compiled graph. Here all layers share one
+            # graph, so take unmarked views of the tensors.
             self.buffers.append(Buffers(layer.keys[:], layer.values[:], None if rows is None else rows[:]))
             for buffer, dim in zip(self.buffers[-1], (2, 2, 1), strict=True):
                 if buffer is not None:

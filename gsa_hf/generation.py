@@ -25,8 +25,8 @@ from .modeling_gsa import GSAForCausalLM
 logger = logging.getLogger(__name__)
 
 ROOM_SLOTS = 256
-"""The number of slots of a cache is a multiple of this number, so that the CUDA graph usually fits the next prompts,
-too."""
+"""The number of cache slots is rounded up to a multiple of this number, so that the CUDA graph often fits the next
+prompts."""
 
 LOOK_STEPS = 16
 """Number of steps between checks for ended sequences. Each check synchronizes with the device."""
@@ -62,8 +62,6 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generated:
-    """The result of `Generator.generate`."""
-
     tokens: list[list[int]]
     """New tokens of each prompt, including the end-of-sequence token"""
     prompt_tokens: int
@@ -124,7 +122,6 @@ class Generator:
 
     @property
     def eos_ids(self) -> set[int]:
-        """Return the tokens that end a sequence."""
         given = self.model.generation_config
         found = None if given is None else given.eos_token_id
         return set() if found is None else {found} if isinstance(found, int) else set(found)

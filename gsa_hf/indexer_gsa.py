@@ -1,5 +1,5 @@
-"""Compute the indexer in plain torch. The indexer scores all keys for each query. From these scores, this module
-computes the budgets, the selections, and the indexer loss.
+"""Compute the indexer in plain torch. The indexer scores all keys for each query. The scores give the query's budget
+(number of keys), the selected keys, and the indexer loss.
 
 Shapes have B sequences, L queries of this forward pass, Lk keys (with the cache's keys), and HI indexer heads of size
 DI.
@@ -81,8 +81,8 @@ class GSAIndexer(nn.Module):
 
     @property
     def _bias_comes_later(self) -> bool:
-        """Return whether `scores` must add the bias c of the head weights, which it does in fp32. If quantisation or an
-        adapter replaced the projection of the head weights, the replacement has already added c."""
+        """Return whether `scores` must add c, the bias of the head weights, in fp32. If quantisation or an adapter
+        replaced the projection of the head weights, the replacement has already added c."""
         return type(self.weights_proj) is nn.Linear
 
     @property
@@ -138,8 +138,8 @@ class GSAIndexer(nn.Module):
 def parameter_of(module: nn.Module, name: str) -> Any:
     """Return a module's parameter or None, even outside the module's forward pass.
 
-    With `device_map`, accelerate keeps offloaded weights off the device, and brings them there only during the forward
-    pass of their module. This function therefore calls the hooks that accelerate calls before and after a forward pass.
+    With `device_map`, accelerate moves offloaded weights to the device only during the forward pass of their module.
+    This function therefore calls the hooks that accelerate calls before and after a forward pass.
     """
     hook = getattr(module, "_hf_hook", None)
     if hook is None:
@@ -189,10 +189,11 @@ def select_keys(
 
 
 def budgets(scores: torch.Tensor, visible: torch.Tensor, ema: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return the budgets k_t of equation 8, int64 [B, L]. Queries with fewer than `dense_below` causal keys select all.
+    """Return the budgets k_t (numbers of keys to select) of equation 8 of GSA, int64 [B, L]. Queries with fewer than
+    `dense_below` causal keys select all.
 
-    The population variance of a query's scores is computed in two passes over its causal keys, with sums in fp64. With
-    this method, rounding errors are small, and do not grow with Lk.
+    The population variance of a query's scores is computed in two passes over its causal keys, with sums in fp64, so
+    that rounding errors are small and do not grow with Lk.
 
     Args:
         visible: bool [B, L, Lk], the causal keys of each query

@@ -1,4 +1,4 @@
-"""Compute a layer of `FusedDecoder`'s step in plain torch, with joined projections. row_layers.py does so with kernels.
+"""Compute a layer of `FusedDecoder`'s step in plain torch, with joined projections. row_layers.py uses kernels instead.
 
 Shapes have B sequences, H query heads and Hkv key-value heads of size D, hidden size d, feed-forward width F, Lk cache
 slots, and HI indexer heads of size DI.
@@ -14,8 +14,6 @@ from .indexer_gsa import rotate
 
 
 class LayerWeights(NamedTuple):
-    """Holds the weights of one layer."""
-
     norm: torch.Tensor
     joined: torch.Tensor
     """[rows, d], all projections of the normalised hidden state; `Sizes.parts` has each projection's number of rows"""
@@ -33,8 +31,6 @@ class LayerWeights(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Holds the sizes of one layer."""
-
     parts: tuple[int, ...]
     """Numbers of rows of Q, K, V, G2, G1, the indexer's key, its queries, its head weights, and padding"""
     head_dim: int

@@ -59,7 +59,7 @@ class KernelPass:
     memory: KernelMemory
     length: int
     past: int
-    """Number of slots filled before this pass; -1 in decoding, where a static cache has this number only on the
+    """Number of slots filled before this pass, or -1 in decoding, because a static cache has the number only on the
     device"""
     lengths: torch.Tensor
     """int32 [B], number of tokens of each sequence, with the new tokens and without padding"""
@@ -97,8 +97,8 @@ def make_kernel_pass(
     cache: Cache | None,
     memory: KernelMemory,
 ) -> KernelPass:
-    """Return the places of the tokens of `inputs` [B, L, d]. If the pass has one token of each sequence and a cache,
-    this function does not synchronize with the host.
+    """Return the places in the cache of the tokens of `inputs` [B, L, d]. In decoding (one token per sequence, with a
+    cache) this function does not synchronize with the host.
 
     Args:
         padding: [B, slots], 0 at padding on the left or right; or None
@@ -197,7 +197,7 @@ def _take(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_module(name: str) -> Any:
-    """Import a module of gsa_kernels when a forward pass needs it. An exported folder with "sdpa" never needs one."""
+    """Import a module of gsa_kernels when a forward pass needs it. Models with "sdpa" run without gsa_kernels."""
     try:
         return import_module(f"gsa_kernels.{name}")
     except ModuleNotFoundError as missing:

@@ -23,9 +23,9 @@ class KernelCall:
     rows: torch.Tensor | None
     """[B, Lk, DI], the indexer's keys in the cache"""
     selection: Any
-    """In a layer without an indexer, the selection of an earlier layer. In a layer with an indexer, None or the keys
-    (bool [B, L, Lk]) that replace the indexer's choice. The call then sets this field to the layer's selection, or to
-    None for all causal keys."""
+    """Before the call: in a layer without an indexer, the selection of an earlier layer; in a layer with an indexer,
+    None or the keys (bool [B, L, Lk]) that replace the indexer's choice. After the call: the layer's selection, or None
+    if the queries attended to all causal keys."""
     gate_logits: torch.Tensor | None
     """[B, L, H, D]"""
     learns: bool
@@ -85,7 +85,8 @@ def _attend(
 
 
 def _replaced(chosen: Any, given: torch.Tensor, place: KernelPass) -> Any:
-    """Return the given keys, bool [B, L, Lk], as a selection. Queries without causal given keys keep `chosen`."""
+    """Return the given keys, bool [B, L, Lk], as a selection. A query keeps its keys in `chosen` if none of its given
+    keys is causal."""
     keys, most = given.shape[-1], kernel_module("limits").PACKED_MASK_MAX_TOKENS
     if keys > most:
         raise ValueError(f"selections have {keys} keys with attn_implementation 'gsa'; pass at most {most}")

@@ -180,9 +180,8 @@ class GSAModel(GSAPreTrainedModel):
         past_key_values, cache (`Cache`, *optional*):
             Two names of one argument.
         output_indexer_loss (`bool`, *optional*):
-            If True, return the indexer loss with its graph, for the caller to add. If unset, in training with
-            `config.indexer_loss_coef` above 0, the backward pass of `last_hidden_state` adds the gradient of
-            `indexer_loss_coef` times the indexer loss.
+            If True, return the indexer loss with its graph, for the caller to add. If unset, the backward pass of
+            `last_hidden_state` in training adds the gradient of `config.indexer_loss_coef` times the indexer loss.
         selections (`list[torch.BoolTensor]` of shape `(batch_size, sequence_length, keys)`, *optional*):
             For each layer with an indexer, the keys that each query attends to, in place of the indexer's choice. Keys
             that are not causal are ignored. If none of a query's keys is causal, the query keeps the indexer's choice.
@@ -303,9 +302,9 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
     ) -> GSACausalLMOutputWithPast:
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
-            Token ids, which the model shifts by one. The loss ignores labels of -100. In training with
-            `config.indexer_loss_coef` above 0, `loss` adds `indexer_loss_coef` times the indexer loss to the language
-            model's loss. Without labels, the backward pass of the logits adds the gradient of this term.
+            Token ids, which the model shifts by one. The loss ignores labels of -100. In training, `loss` is the
+            language model's loss plus `config.indexer_loss_coef` times the indexer loss. Without labels, the backward
+            pass of the logits adds the gradient of the second term.
         output_indexer_loss (`bool`, *optional*):
             If True, return the indexer loss with its graph, for the caller to add. Not allowed with labels.
         """
@@ -358,17 +357,16 @@ def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
 def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """Return the number of labels in this forward pass, divided by the number of labels in the optimizer step. A step
-    may have several passes. Trainer divides the language model's loss of each pass by `num_items_in_batch`, the number
-    of labels in the step. This fraction scales the indexer loss in the same way. Without `num_items_in_batch`, the
-    fraction is 1."""
+    """Return the share of the optimizer step's labels that this forward pass has, or 1 without `num_items_in_batch`. A
+    step may have several passes. Trainer divides the language model's loss of each pass by `num_items_in_batch`, the
+    number of labels in the step. The returned share scales the indexer loss in the same way."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch
 
 
-# Trainer's label smoothing shifts labels only for classes in this list, which `AutoModelForCausalLM.register` does not
-# extend. Without the shift the model would learn to repeat each token.
+# Trainer's label smoothing shifts labels only for classes in this list. `AutoModelForCausalLM.register` does not extend
+# the list. Without the shift the model would learn to repeat each token.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("gsa", GSAForCausalLM.__name__)
 
 __all__ = ["GSAForCausalLM", "GSAModel", "GSAPreTrainedModel"]

@@ -1,12 +1,12 @@
-"""Score generated tokens with the keys that were selected when the tokens were generated.
+"""Compute log-probabilities of generated tokens with the keys that were selected during generation.
 
     with replayed_selections(model):
         tokens = model.generate(prompts, attention_mask=mask)
         logits = model(tokens, attention_mask=longer_mask).logits
 
-Decoding and scoring round differently. If two keys have almost equal scores, scoring may therefore select a different
-key than decoding did. The log-probability then changes by more than rounding alone would change it. With the keys of
-decoding, this does not happen.
+A forward pass over the whole sequence rounds differently than decoding. If two keys have almost equal indexer scores,
+the pass may therefore select another key than decoding did. This changes the log-probability by more than rounding
+would. With the keys of decoding, this does not happen.
 """
 
 from collections.abc import Iterator
@@ -75,8 +75,8 @@ class _Replay:
         self.records = False
 
     def before_model(self, _: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Record or replay. A forward pass with a cache belongs to `generate`, so this function records its
-        selections. Any other pass scores generated tokens, and gets the recorded `selections` as an argument."""
+        """Hook before each forward pass. A pass with a cache belongs to `generate`, and its selections are recorded. A
+        pass without a cache scores generated tokens, and gets the recorded `selections` as an argument."""
         tokens, mask = args[0] if args else given.get("input_ids"), given.get("attention_mask")
         if tokens is None:
             raise ValueError(

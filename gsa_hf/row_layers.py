@@ -1,7 +1,7 @@
-"""Compute the layers of `FusedDecoder`'s step by the kernels for products of few rows (one row is one sequence).
+"""Compute the layers of `FusedDecoder`'s step by kernels for matrix products with few rows (one row is one sequence).
 
-In this chain of kernels, each kernel starts before the previous one ends, and already prefetches its weights.
-joined_layers.py has the same functions, with the same names and arguments, in plain torch.
+Each kernel starts before the previous kernel ends, and prefetches its weights in this time. joined_layers.py has the
+same functions, with the same names and arguments, in plain torch.
 """
 
 from functools import partial
@@ -18,7 +18,8 @@ class Attended(NamedTuple):
     out: torch.Tensor
     gate: torch.Tensor
     awaited: Any
-    """An `Awaited` counter, which tells when `out` is ready. The kernel that computes `gate` does not wait for it."""
+    """An `Awaited` counter, which tells when `out` is ready. The kernel that computes `gate` does not wait for
+    `out`."""
 
 
 def why_not(layers: list[Any], dtype: torch.dtype, batch: int) -> str | None:
@@ -49,8 +50,8 @@ def enters_at_once(layers: list[Any], batch: int) -> bool:
 
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
     """Multiply h by the joined projections, apply the norms, the rotary embedding and gate G2, and write into the
-    cache. This takes two launches. But if `rotary` is a table of all angles, launch nothing, and return a function.
-    Each call of this function does a part of the work, given by `part`, in one launch."""
+    cache, in two launches. If `rotary` is a table of all angles, launch nothing, and return a function. Each call of
+    the returned function does one part of the work, given by `part`, in one launch."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts

@@ -1,5 +1,5 @@
-"""Write the caveats below the tables of a study. They name arms without a clear difference, runs and metrics that are
-missing, and runs whose commits, devices or texts differ.
+"""Write the caveats below the tables of a study. The caveats name arms (compared configs) without a clear difference,
+missing runs and metrics, and runs whose commits, devices or texts differ.
 """
 
 from __future__ import annotations

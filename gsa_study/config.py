@@ -20,13 +20,13 @@ class ArmConfig:
 @dataclass(frozen=True)
 class EvaluationConfig:
     name: str = ""
-    """Name of the evaluation, which `launch/evaluate.py` runs after each run. Its results are in `evaluations/<name>`
-    of the run's folder. If lengths are listed, the name ends with `-L<length>`."""
+    """`launch/evaluate.py` evaluates each run under this name. The results are in `evaluations/<name>` of the run's
+    folder. If lengths are listed, the name ends with `-L<length>`."""
     arms: list[str] = field(default_factory=list)
     """Arms that are evaluated, each in a start of its own. Empty: all."""
     data: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
-    """Texts, `name: place`, as for `--data`. Empty: the run's validation sets, or nothing if there are `tasks` or
-    `ruler`."""
+    """Texts to evaluate on, `name: place`, as for `--data`. Empty: the run's validation sets, or none if there are
+    `tasks` or `ruler`."""
     validation: bool = False
     """Also score the run's validation sets if there are `tasks` or `ruler`."""
     context_lengths: list[int] = field(default_factory=list)
@@ -46,9 +46,10 @@ class EvaluationConfig:
 @dataclass(frozen=True)
 class MetricConfig:
     key: str = ""
-    """Key that is compared, from metrics.jsonl, summary.json or an evaluation's results.json. `eval_bits_per_byte` is
-    the mean over the tasks, and `eval_bits_per_byte: piqa_val_rc_5shot` is one task. In results.json dots separate the
-    levels (`data.validation.loss`), and a number from 0 selects an item of a list."""
+    """Key of the compared value in metrics.jsonl, summary.json or an evaluation's results.json. For example,
+    `eval_bits_per_byte` is the mean over the tasks, and `eval_bits_per_byte: piqa_val_rc_5shot` is one task. In
+    results.json dots separate the levels (`data.validation.loss`), and a number selects an item of a list (0: the
+    first)."""
     label: str = ""
     """Heading of its column. Empty: the key."""
     source: Literal["training", "summary", "evaluation"] = "training"
@@ -56,17 +57,17 @@ class MetricConfig:
     evaluations: list[str] = field(default_factory=list)
     """With `source: evaluation`, the names of the evaluations. Empty: all."""
     statistic: Literal["value", "max", "median", "last"] = "value"
-    """How the training records are reduced. `value`: the value at one point. `max`, `median`, `last`: the largest, the
-    median or the last value of the run's own records. `last` is for scores of tasks at the end."""
+    """How a run's training records give one value: `value` takes the value at one point, and `max`, `median` and `last`
+    take the largest, the median or the last value. `last` is for task scores at the end."""
     at_tokens: list[int] = field(default_factory=list)
     """Trained tokens at which the value is read, interpolated linearly between two records. Empty: the
     largest number that every finished run has."""
     equal_time: bool = False
-    """Also read the value at equal time, the longest training time that all finished runs have. Each step counts with
-    the median time of its phase, without compilation, validation, saves and restarts."""
+    """Also read the value at equal time, which is the longest training time that all finished runs reached. Every step
+    of a phase counts as the phase's median step time, so compilation, validation, saves and restarts do not count."""
     reaches: str = ""
-    """Name of an arm. Also give the tokens and the minutes of training after which each run first falls to the last
-    value of this arm's run with the same seed. Empty: none."""
+    """Name of an arm, or empty. For each run, also give the tokens and minutes of training after which the value first
+    falls to the last value of the named arm's run with the same seed."""
     paper: dict[str, str] = field(default_factory=dict, metadata={"any_names": True})
     """What the paper reports for an arm, `arm: words`, for the page of `launch/results.py`."""
 

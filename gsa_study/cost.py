@@ -37,8 +37,8 @@ def arm_costs(values: Sequence[RunMetrics], device: str, mfu: float | None) -> l
 
     Args:
         device: a name in `gsa_train.model.flops.DEVICES`.
-        mfu: share of the device's peak rate; None: the share measured in the arm's own runs, or else on such a
-            device.
+        mfu: share of the device's peak rate; None: the share in the arm's own runs, or else the share that we measured
+            on such a device.
     """
     costs = []
     for arm in dict.fromkeys(each.run.arm for each in values):

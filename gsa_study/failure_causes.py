@@ -39,9 +39,9 @@ def _last_error(lines: Sequence[str]) -> str:
 
 
 def _error_below(lines: Sequence[str], number: int) -> str:
-    """Return the first line after the frames of the traceback. The lines of the frames are indented. torch may put the
-    rank in front of each line (`[rank0]: `), and print lines of other ranks in between. Lines without the traceback's
-    prefix are skipped."""
+    """Return the first line after the frames of the traceback, whose lines are indented. torch may put the rank in
+    front of each line (`[rank0]: `), and mix in lines of other ranks, so lines without the traceback's prefix are
+    skipped."""
     prefix = lines[number].split(TRACEBACK)[0]
     for line in lines[number + 1 :]:
         rest = line.removeprefix(prefix)

@@ -36,7 +36,7 @@ def check_unchanged(states: Sequence[JobState]) -> None:
     """Check that no job began with another config or command than the study file now has.
 
     Args:
-        states: states of all jobs of the study, because the report covers all jobs even if the user asks for some.
+        states: states of all jobs, also of jobs that the user did not ask for, because the report covers all jobs.
 
     Raises:
         StudyError: a job began with another config or command. The error names each field.
@@ -138,8 +138,8 @@ def next_job(due: Sequence[Job], running: Collection[Job], free_devices: int | N
 def judge(
     code: int, *, complete: bool, progressed: bool, stopping: bool, monitor_stop: bool, error: str
 ) -> tuple[str, str]:
-    """Returns what follows the end of a job, and the reason: `finished`, `again` (start it again now), `interrupted`
-    (the next start of the study goes on), or `failed`.
+    """Returns what to do after a job has ended, and why: `finished`, `again` (start the job again now), `interrupted`
+    (the next start of the study continues the job), or `failed`.
 
     Args:
         code: exit code of the main rank if known, else of the process; negative for a signal.

@@ -34,8 +34,8 @@ def find_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def count_gpus() -> int | None:
-    """Return the number of GPUs of this machine, regardless of CUDA_VISIBLE_DEVICES, or None if its driver does not
-    say. Without device files of a driver, there is no GPU."""
+    """Return the number of GPUs of this machine, regardless of CUDA_VISIBLE_DEVICES. Return 0 without device files of a
+    driver, and None if the driver does not report the number."""
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
         if done.returncode == 0:
@@ -82,9 +82,8 @@ def child_environment(environ: Mapping[str, str], gpus: Sequence[str], notes: Pa
 def start_process(
     command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own. Ctrl-C in a terminal then reaches only the study, which passes it on to
-    the child. If the study itself dies, the system sends SIGTERM to the child. A run then stops as after any other
-    SIGTERM."""
+    """Start a child in a session of its own. Ctrl-C in a terminal then reaches only the study, which stops the child.
+    If the study itself dies, the system sends SIGTERM to the child."""
     with open(log, "ab", opener=own_file) as file:
         return subprocess.Popen(
             list(command),

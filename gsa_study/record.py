@@ -28,7 +28,7 @@ RUNS_HEAD = (
     "arm", "seed", "tokens", "seconds", "devices", "folder", "commits", "data_fingerprint",
     "equal_tokens", "equal_seconds",
 )  # fmt: skip
-"""`equal` is the point at which the study's runs are compared, the same in each row. An empty cell is unknown."""
+"""`equal` is the point at which runs are compared, the same in each row. An empty cell means unknown."""
 CURVES_HEAD = ("run", "tokens", "seconds", "loss")
 MOST_POINTS = 100
 """Approximate number of points of a curve. A figure has no pixels for more."""
@@ -82,9 +82,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
     Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
-    A run is left out if its records are cut off, or if it began with another config than the study now has. If a
-    recorded run has no local folder, its recorded values are kept. They were read at the recorded point (tokens and
-    time), so the local runs are also read at this point. A local run that ended earlier has no value at this point.
+    A local run is left out if its records are cut off, or if it began with another config than the study now has. If a
+    recorded run has no local folder, its recorded values are kept. These values belong to the recorded point (tokens
+    and time), so the local runs are read at the same point. A local run that ended earlier has no value.
 
     Raises:
         ConfigError: a file of the record is damaged.
@@ -160,8 +160,8 @@ def _thinned(run: RunRecord) -> RunRecord:
 
 
 def thin(values: list[float], most: int) -> list[int]:
-    """Returns the indices to keep: all, or the least and the largest value in each section, so that no spike is
-    lost."""
+    """Returns the indices of a curve's points to keep: all if there are at most `most`, else the smallest and the
+    largest value in each section, so that no spike is lost."""
     if len(values) <= most:
         return list(range(len(values)))
     kept: set[int] = {0, len(values) - 1}

@@ -104,7 +104,7 @@ class RunMetrics:
 
 def with_means(record: Record) -> Record:
     """Return the record with the entries of its dicts as separate keys, such as `lrs: base` and `eval_bits_per_byte:
-    piqa`. If a dict has the scores of tasks (`eval_...`), its own key gets the mean over all tasks."""
+    piqa`. For scores of tasks (`eval_...`), the dict's own key gets the mean over all tasks."""
     found: Record = {}
     for key, value in record.items():
         if not isinstance(value, dict):
@@ -117,9 +117,8 @@ def with_means(record: Record) -> Record:
 
 
 def token_knots(records: list[Record]) -> list[tuple[int, int]]:
-    """Return points (step, tokens). Between two points, the number of tokens grows linearly with the step. There is a
-    point at the first step, at the last step, and wherever the tokens per step change. If the tokens are unknown, the
-    list is empty."""
+    """Return points (step, trained tokens), between which the tokens grow linearly: the first step, the last step, and
+    each step at which the tokens per step change. If the tokens are unknown, the list is empty."""
     counted = {
         record["step"]: record["tokens"] for record in records if record.get("tokens") and record["step"]
     }
@@ -166,8 +165,7 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 def interpolate(points: Points, x: float) -> float | None:
     """Return y at x by linear interpolation between the two neighbouring points. If x lies outside of all points,
-    return None. Several points may have the same x, such as a step and its validation. Then the last of these points
-    counts."""
+    return None. If several points have the same x, such as a step and its validation, the last of them counts."""
     known = dict(points)
     if x in known:
         return known[x]

@@ -1,5 +1,4 @@
-"""Run the jobs of a study, one at a time or in parallel. This ends when all jobs have ended, or when a stop is
-requested."""
+"""Run the jobs of a study, one at a time or in parallel, until all jobs have ended or a stop is requested."""
 
 from __future__ import annotations
 

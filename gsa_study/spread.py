@@ -34,9 +34,9 @@ def spread_of(values: Iterable[float | None]) -> Spread:
 
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
-    """Return the spread of the differences between two arms. Each seed that both arms have gives one difference. Runs
-    with the same seed read the same text and, where their shapes agree, have the same initial weights. The difference
-    cancels what a seed does to both arms."""
+    """Return the spread of the differences between two arms (compared configs). Each seed that both arms have gives one
+    difference. Runs with the same seed read the same text and have the same initial weights where shapes agree. A
+    difference therefore cancels the common effect of the seed."""
     return spread_of(
         value - beside
         for seed, value in one.items()

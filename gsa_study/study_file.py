@@ -54,7 +54,7 @@ class Study:
     path: Path
     config: StudyConfig
     runs: tuple[StudyRun, ...]
-    """All arms with the first seed, then all with the second, so that a study that is stopped early can be
+    """All arms with the first seed, then all arms with the second, so that the arms of a study that stops early can be
     compared."""
 
     @property

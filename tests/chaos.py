@@ -6,17 +6,18 @@ the run gets SIGTERM, a rank freezes, the newest checkpoint is damaged, or a dis
 ranks. If torchrun itself has ended, this script starts the same command again, as a Slurm job would.
 
 For each fault the script prints the log line that reports the fault, the seconds until training continued, and the
-number of steps that were trained again. At the end it prints the run's own account of its time. It also prints the ETTR
-(the productive share of the run's time) twice: from this account, and from an independent calculation.
+number of steps that were trained again. At the end it prints the account that the run keeps of its time. It also prints
+the ETTR (the productive share of the run's time) twice: from this account, and from an independent calculation.
 
 The exit code is 0 only if all checks pass. The last checkpoint and the logged numbers must be equal, bit for bit, to
-the results of an undisturbed run. The two values of the ETTR must agree within 0.003. The run must skip damaged shards,
-report every fault, and report a hang for each frozen rank and for nothing else.
+the results of an undisturbed run. The two values of the ETTR (productive share of the time) must agree within 0.003.
+The run must skip damaged shards and report every fault. It must report a hang for each frozen rank, and for nothing
+else.
 
 Only root can test the full disk, because the script mounts a file system for this fault.
 
 For example, --steps 380 --faults 8 causes a fault about every 45 steps. --keep DIR stores the logs and the run's
-folder, without checkpoints. `launch/goodput.py --run DIR/disturbed` then shows the account.
+folder, without checkpoints. `launch/goodput.py --run DIR/disturbed` then shows the lost time.
 """
 
 from __future__ import annotations
@@ -148,7 +149,6 @@ class Disturbed:
         return "".join(run.output for run in self._starts)
 
     def last_step(self) -> int:
-        """Return the last logged step; 0 before the first."""
         path = self.run.folder / "metrics.jsonl"
         if not path.exists():
             return 0
@@ -192,7 +192,6 @@ class Disturbed:
         return self._output.count("resuming from")
 
     def _goes_on(self) -> bool:
-        """Return whether a step was trained after the last resume."""
         return (
             re.search(r"^step +\d+/.* gnorm ", self._output.rpartition("resuming from")[2], re.MULTILINE)
             is not None
@@ -315,7 +314,6 @@ def numbers(run: Run) -> list[dict[str, Any]]:
 
 
 def tensors_of(run: Run, scratch: Path) -> dict[str, torch.Tensor]:
-    """Load weights and optimizer state of the last checkpoint, by name."""
     dcp_to_torch_save(run.checkpoints / run.latest, scratch)
     loaded: dict[str, Any] = torch.load(scratch, weights_only=False)
     return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}

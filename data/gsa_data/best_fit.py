@@ -8,14 +8,14 @@ first. A block is filled in three steps:
 2. The block repeatedly takes the largest document that fits into the free space. Of equal lengths it takes the oldest.
 3. FILLER tokens fill the remaining space.
 
-If a document is longer than a block, whole blocks are first cut from it. Only the rest, which fits into a block, goes
-through these steps. The last token of each cut block is also the first token of the next block or of the rest.
-Every token except the document's first is therefore predicted exactly once, in a block that also has the token before
-it. After an EOS, nothing is predicted (pack.loss_mask).
+If a document is longer than a block, whole blocks are cut from its start until the rest fits into a block. The last
+token of each cut block is also the first token of the next part. Every token except the document's first is therefore
+predicted exactly once, in a block that also has the token before it. After an EOS, nothing is predicted
+(pack.loss_mask).
 
-Each block begins with the oldest document of the pool, so no document waits there for long. A saved position therefore
-refers only to recently read documents. The pool grows by one document per block until it is full. A pool that is full
-from the start would fill the first blocks of a run with long documents only.
+Blocks take the oldest document first, so no document stays in the pool for long. A saved position therefore refers only
+to recently read documents. At the start of a run, the pool grows by one document per block. With a full pool from the
+start, the first blocks would hold only long documents.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from gsa_data.pack import FILLER, AnyTokens, Cursor, Tokens
 
 MIN_POOL_BLOCKS = 4
-"""The pool takes more than `pool_documents` documents until it holds this many blocks of text. Otherwise a pool of
-short documents could not fill a block."""
+"""Minimum amount of text in a pool, in blocks. If documents are short, a pool takes more than `pool_documents`
+documents to reach this amount. Otherwise its documents could not fill a block."""
 
 Pool = NDArray[np.int64]
 """[documents, fields of Cursor]: the cursor to the unread part of each document, oldest first"""
@@ -138,8 +138,8 @@ def pool_of(rows: Iterable[Sequence[int]]) -> Pool:
 
 
 def packing_shares(counters: Mapping[str, int]) -> dict[str, float | None]:
-    """Returns the share of labels that are FILLER, the share of documents that are cut, and the mean number of
-    documents and parts in a block. The values are None before the first block."""
+    """Returns the share of labels that are padding (FILLER), the share of documents that are cut, and the mean number
+    of pieces (documents or parts of them) in a block. The values are None before the first block."""
 
     def ratio(part: str, whole: str) -> float | None:
         return counters.get(part, 0) / counters[whole] if counters.get(whole) else None

@@ -2,8 +2,9 @@
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
 
-A conversation is one document. Each token is an integer: its id and, in a higher bit, whether the loss covers it
-(marks.py). Tokens and loss mask therefore stay together in packing and in the broadcast to the ranks.
+A conversation is one document. Each token is an integer whose lower bits are the token id. A higher bit says whether
+the loss covers the token (marks.py), so the loss mask stays with the tokens in packing and in the broadcast to the
+ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from gsa_data.tokenize import Tokenizer
 FIELD = "messages"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CHAT_VERSION = 2
-"""Raise this number with any change to the tokens or marks of a conversation, because saved positions then no longer
-fit."""
+"""Raise this number if you change the tokens or marks of a conversation, because saved positions then no longer fit."""
 NAMED_LINES = 5
 """The log names this number of faulty lines per shard, and counts the others."""
 
@@ -100,8 +100,8 @@ class _ChatLines(TextLines):
 def read_conversations(
     manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]
 ) -> list[Document | str]:
-    """Returns every line or row of a shard, as a Document or the name of its fault. A Document's text is a JSON object
-    with `messages` and `tools`."""
+    """Returns a Document for each good line (JSON) or row (Parquet) of a shard, and the name of the fault for each bad
+    one. A Document's text is a JSON object with `messages` and `tools`."""
     limit = reading.max_document_bytes
     parsed: list[Document | WrongLine]
     if relpath.endswith(".parquet"):
@@ -138,7 +138,8 @@ def parse_chat_line(line: bytes, max_document_bytes: int = 1 << 25) -> Document 
 
 
 def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Document | WrongLine:
-    """Returns the conversation of one JSON object or row, or its fault. Fields that are null are left out of messages.
+    """Returns the conversation in one JSON object or Parquet row, or the name of its fault. Null fields of messages are
+    dropped.
 
     missing_messages: there is no list `messages`, or the list is empty
     bad_message: a message is not an object, a role is unknown, content is not text, `tools` is not a list, or fields

@@ -141,9 +141,9 @@ def _read_template(
 class ChatEncoder:
     """Encodes conversations to tokens with marks. Data workers can receive the encoder by pickle.
 
-    If a template puts the assistant's text into `{% generation %}` blocks, the encoder reads the text from these
-    blocks. Otherwise, the encoder formats the messages with and without each answer. The difference between the two
-    results is the assistant's text.
+    The encoder marks the assistant's text for the loss. If the template puts this text into `{% generation %}` blocks,
+    the encoder reads these blocks. Otherwise, it formats the messages with and without each answer, and takes the
+    difference between the two results.
 
     Raises TokenizerError if the template does not fit this tokenizer, or transformers is not installed.
     """
@@ -180,8 +180,8 @@ class ChatEncoder:
 
         Raises:
             TemplateRefused: the template cannot format the conversation
-            TemplateFault: a template without generation blocks writes earlier messages differently when others follow,
-                or formatting takes longer than RENDER_SECONDS
+            TemplateFault: the template has no generation blocks and formats a message differently if more messages
+                follow, or formatting takes longer than RENDER_SECONDS
         """
         text, parts = self.render(messages, tools)
         tokens, is_scored = self.tokenizer.encode_chat(text, parts)

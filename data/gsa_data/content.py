@@ -1,8 +1,8 @@
 """Hash small samples of a corpus's files, so that a resume can name a changed file.
 
 Each file is sampled at its start, middle and end. Small files are read whole. In a large file, changes between the
-samples are not detected. It would not suffice to compare only size and time of a file, because a replaced shard may
-have the same size, and a mere copy changes the time.
+samples are not detected. Sizes and times of files would not suffice, because a replaced shard may have the same size,
+and copying an unchanged file changes its time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def sample_contents(corpus: Corpus, reading: Reading) -> dict[str, Any]:
 
 
 def changed_files(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
-    """Returns one line that names the changed files. The line is empty if no file changed. It is also empty if `before`
-    is None or the samples of another kind of corpus (text, tokens)."""
+    """Returns one line that names the changed files. The line is empty if no file changed, if `before` is None, or if
+    `before` has the samples of another kind of corpus (text or tokens)."""
     if before is None or before["kind"] != now["kind"]:
         return ""
     old, new = before["files"], now["files"]

@@ -29,11 +29,10 @@ Corpus = Manifest | ChatFolder | IndexedFolder
 def open_corpus(root: str, text_field: str = "text", reading: Reading = DEFAULT_READING) -> Corpus:
     """Open the corpus of a folder, and log whether the folder holds tokens instead of text.
 
-    A folder with .idx files, itself or in its sub-folders, holds megatron-core's datasets. Otherwise its shards are
-    text.
+    If the folder or a sub-folder has .idx files, the corpus is tokens (megatron-core's datasets). Otherwise it is text.
 
-    Raises DataFault for a missing, empty or damaged folder, for a folder with both text and tokens, for tokens too deep
-    in sub-folders, and for tokens that are not on a local or mounted file system.
+    Raises DataFault if the folder is missing, empty or damaged, or has both text and tokens. Tokens raise DataFault if
+    they lie deeper than one sub-folder, or are not on a local or mounted file system.
     """
     filesystem, base = file_system(root, reading)
     files = list_files(root, reading)
@@ -75,8 +74,8 @@ def _log_text(manifest: Manifest, files: Mapping[str, int]) -> None:
 
 
 def holds_tokens(files: Mapping[str, int], root: str) -> bool:
-    """Returns whether the files are indexed datasets. Raises DataFault if text beside them, or a dataset, would be
-    ignored."""
+    """Returns whether the files are indexed datasets. Raises DataFault for datasets with text beside them, and for a
+    dataset deeper than one sub-folder, because a part of the data would be ignored."""
     datasets = sorted(
         path
         for path in files
@@ -102,8 +101,8 @@ def shard_reader(
 ) -> ShardReader:
     """Returns the reader of the corpus.
 
-    The sources of a text are known only after it is read, so for text this function cannot check the source names in
-    `weights`. A wrong name appears only in the log, as a source without tokens.
+    This function checks the source names in `weights` for tokens, but not for text, whose sources are known only after
+    reading. For text, a wrong name appears only in the log, as a source without tokens.
 
     Raises:
         DataFault: another tokenizer made the tokens, or `weights` names a source that the tokens do not have

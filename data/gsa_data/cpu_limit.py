@@ -13,15 +13,15 @@ POLL_SECONDS = 0.5
 
 
 class OverLimit(BaseException):
-    """The block used up its time. This class is not derived from Exception, so that an `except Exception` inside the
-    block does not catch it."""
+    """The `with` block used up its CPU time. This class is not derived from Exception, so that an `except Exception`
+    inside the block does not catch it."""
 
 
 class CpuLimit:
     """Ends `with` blocks that take too much CPU time, whatever the load of the machine.
 
-    One thread checks all blocks every POLL_SECONDS, so a block costs only microseconds. A block that is inside one long
-    call of C code ends only after this call. The object can be pickled and forked.
+    One thread checks all blocks every POLL_SECONDS, so the limit costs only microseconds per block. A long call of C
+    code is not interrupted: the block ends after the call. The object can be pickled and forked.
     """
 
     def __init__(self) -> None:

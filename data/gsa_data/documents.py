@@ -25,9 +25,9 @@ class Document(NamedTuple):
 def read_documents(
     manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]
 ) -> list[Document | str]:
-    """Returns every line or row of one shard, as a Document or the name of its fault. Each line keeps its index.
+    """Returns a Document for each good line or row of a shard, and the name of the fault for each bad one.
 
-    A shard with more bad lines than `reading` allows counts as shards_bad_lines, and "skip" leaves the shard out.
+    If a shard has more bad lines than `reading` allows, returns [] with on_bad_shard="skip", else raises DataFault.
     """
     limit, lines = reading.max_document_bytes, []
     if relpath.endswith(".parquet"):
@@ -133,7 +133,6 @@ def parse_row(text: bytes | None, source: bytes | None, max_document_bytes: int 
 
 
 def is_utf8(line: bytes) -> bool:
-    """Returns whether the line is valid UTF-8."""
     try:
         line.decode()
     except UnicodeDecodeError:

@@ -52,14 +52,13 @@ def naming(option: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Reading:
-    """Says how shards are read and how faults are treated. None of these fields changes the place of a document in the
-    order."""
+    """Settings for reading shards and for the treatment of faults. No setting changes the order of the documents."""
 
     on_bad_shard: OnBadShard = "fail"
-    """A bad shard is missing, unreadable, damaged, a copy of another shard, or has too many bad lines. "fail" stops the
-    run. "skip" leaves out, counts and logs the bad part."""
+    """A shard is bad if it is missing, unreadable, damaged or a copy of another shard, or if it has too many bad lines.
+    "fail" stops the run at a bad shard. "skip" leaves out, counts and logs the bad part."""
     max_bad_line_fraction: float = 0.01
-    """Bad lines are left out and counted. A shard with a larger share of bad lines than this counts as bad."""
+    """Largest share of bad lines in a good shard. Bad lines of a good shard are left out and counted."""
     max_document_bytes: int = 1 << 25
     """Longer documents (in UTF-8) are left out and counted, because tokenizing takes seconds per MiB."""
     retries: int = 5
@@ -87,7 +86,6 @@ class Reading:
 
     @property
     def waits_seconds(self) -> list[float]:
-        """Returns the wait before each retry."""
         return [min(60.0, self.backoff_seconds * 2.0 ** min(retry, 60)) for retry in range(self.retries)]
 
     @property
@@ -117,6 +115,6 @@ def skipped_totals(counters: Mapping[str, int]) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4096)
 def warn_once(message: str) -> None:
-    """Log a warning in one line, once per process: the shards of a small corpus are read many times, and each time give
-    the same warnings. The text may be untrusted."""
+    """Log a warning in one line, but only once per process, because a small corpus is read many times and would repeat
+    its warnings. Invisible characters are escaped."""
     logger.warning("%s", printable(message))

@@ -70,10 +70,10 @@ class Pulse:
 
 
 def file_system(address: str, reading: Reading) -> tuple[Any, str]:
-    """Returns the fsspec file system of an address, and the path in this file system. A connection is tried again.
+    """Returns the fsspec file system of an address, and the path in it. A failed connection is tried again.
 
-    Do not call this function from short-lived threads. Each thread that calls it gets a helper thread (`_Connector`),
-    which stays alive and holds the connections.
+    Do not call this function from short-lived threads. Each calling thread gets a helper thread (`_Connector`), which
+    stays alive and holds the connections.
 
     Raises DataFault if there is no connection, the protocol is unknown, or its package is not installed.
     """
@@ -136,7 +136,7 @@ def read_bytes(
 
 
 def patiently(action: Callable[[Pulse], T], what: str, reading: Reading, counters: Counter[str]) -> T:
-    """Returns the result of an action, which beats its pulse while it makes progress. A stalled action is tried again.
+    """Run an action and return its result. An action that makes no progress (no `beat` of its pulse) is tried again.
 
     Raises OSError if all tries failed, or a retry cannot help.
     """
@@ -170,7 +170,7 @@ def with_retries(action: Callable[[], T], what: str, reading: Reading, counters:
 
 
 def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None) -> T:
-    """Returns the result of `action`, or raises ReadError `seconds` after its start or the last beat of its pulse.
+    """Returns the result of `action`, or raises ReadError after `seconds` without progress (a `beat` of its pulse).
 
     `action` runs in a thread of its own, which is abandoned when time runs out.
     """
@@ -184,8 +184,8 @@ def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None)
 
 
 def in_background(action: Callable[[], T]) -> Future[T]:
-    """Start an action in a daemon thread. A hanging read cannot be stopped, and a daemon thread does not keep the
-    process from ending."""
+    """Start an action in a daemon thread, because a read that hangs cannot be stopped, and a daemon thread lets the
+    process end."""
     outcome: Future[T] = Future()
     threading.Thread(target=_settle, args=(outcome, action), name="gsa_data read", daemon=True).start()
     return outcome
@@ -212,11 +212,11 @@ def _result(outcome: Future[T]) -> T:
 
 
 class _Connector(threading.Thread):
-    """Connects to file systems on behalf of one reading thread.
+    """Helper thread that connects to file systems for one reading thread.
 
-    fsspec caches a file system for the thread that asked for it. A connector therefore stays alive, and makes all
-    connections of its reading thread. If a connection gets no answer, the connector hangs. The reading thread then
-    abandons this connector and starts a new one.
+    fsspec caches a file system for the thread that asked for it, so this thread stays alive, and makes all connections
+    of its reading thread. If a server does not answer, the helper thread hangs. The reading thread then abandons it and
+    starts a new one.
     """
 
     def __init__(self) -> None:

@@ -13,10 +13,11 @@ All numbers in NAME.idx are little-endian. The file has these fields, in this or
 
 This is the layout of megatron.core.datasets.indexed_dataset.
 
-Every dataset is a shard of this corpus, and every document is a line of the shard. A document's source is the name of
-the dataset's sub-folder, or NO_SOURCE if the dataset lies in the folder itself. This module checks more than
-megatron-core does: sizes and pointers must fit exactly, ids must lie in the vocabulary, and a dataset of `prepare.py
-tokens` must match its record (prepared.py).
+Each dataset counts as a shard, and each document as a line of the shard. The source of a document is the name of the
+dataset's sub-folder, or NO_SOURCE if the dataset lies in the folder itself.
+
+This module checks more than megatron-core does. Sizes and pointers must fit exactly. Ids must lie in the vocabulary. A
+dataset of `prepare.py tokens` must match its record (prepared.py).
 """
 
 from __future__ import annotations
@@ -214,8 +215,8 @@ class IndexedReader:
         return self.folder.manifest
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """Open lines of a shard (see ShardReader.open). The first call for a shard checks its whole index. If the
-        dataset has a record, this call also checks the whole dataset."""
+        """Open lines of a shard (see ShardReader.open). The first call for a shard checks the whole .idx file. If
+        `prepare.py tokens` made the shard, this call also checks the checksum of the shard."""
         path = (self.folder.root / relpath).with_suffix(".idx")
 
         def mapped(pulse: Pulse) -> tuple[Index, AnyTokens, int]:
@@ -244,8 +245,8 @@ class IndexedReader:
 
 
 def _places(index: Index, sequences: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64]:
-    """Returns where each of these sequences begins in the .bin file, counted in ids. Do not call it for all sequences
-    of a dataset, because their positions would take gigabytes in each lane."""
+    """Returns where each of these sequences begins in the .bin file, counted in ids. Do not pass all sequences of a
+    large dataset, because the result would take gigabytes in each lane."""
     places = np.full(len(sequences), size_bytes, np.int64)
     is_before = sequences < index.header.sequences
     places[is_before] = index.pointers[sequences[is_before]]

@@ -1,10 +1,11 @@
 """Read a corpus in lanes, which fix its order.
 
-A run has `num_lanes` endless token streams, the lanes. Every shard is cut into parts. One part of one shard is a unit.
-Each epoch sorts all units by a hash of (seed, epoch, unit), and deals them to the lanes in turn. A lane reads its units
-one after another, and permutes the documents in each unit. The order therefore depends only on the manifest, the seed,
-the number of lanes, the tokenizer and the weights of sources (source_weights.py). It does not depend on the number of
-ranks and workers, or on prefetch.
+A run has `num_lanes` endless token streams, the lanes. Every shard is cut into parts, called units. Each epoch sorts
+all units by a hash of (seed, epoch, unit), and deals them to the lanes in turn. A lane reads its units one after
+another, and permutes the documents in each unit.
+
+The order of the text depends only on the list of shards, the seed, the number of lanes, the tokenizer and the weights
+of sources (source_weights.py). The number of ranks, the number of workers and prefetch do not change it.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from gsa_data.stream_config import StreamConfig
 
 ORDER_VERSION = 1  # raise it with any change to the order below, because saved cursors then no longer fit
 
-# Lanes with few units end their epochs far apart, so small corpora are cut into more parts. Each part reads the whole
-# shard. Large corpora have parts = 1.
+# Lanes with few units (parts of shards) end their epochs far apart, so shards of small corpora are cut into more parts.
+# To read a part, a lane reads the whole shard. Shards of large corpora have one part.
 MIN_UNITS_PER_LANE = 4
 
-# If each shard belongs to one source, a lane reads one source per unit. Many small units keep the mixture of sources
-# the same from batch to batch. The limit of their number bounds the time and memory of an epoch's order.
+# If each shard belongs to one source, so does each unit (part of a shard). Many small units then keep the mixture of
+# sources the same from batch to batch. The limit bounds the time and memory to order the units.
 DOCUMENTS_PER_MIXED_UNIT = 64
 MAX_MIXED_UNITS = 1 << 16
 
-# With skipped shards, an epoch may give a lane only lost shards. This number of such epochs in a row is an error.
+# If bad shards are skipped, an epoch may give a lane only bad shards. This number of such epochs in a row is an error.
 MAX_EMPTY_EPOCHS = 3
 
-# A lane may also hold only documents of small weight, which come in few epochs. This number of epochs in a row without
-# a document means that the weights leave out nearly the whole corpus.
+# If all sources of a lane have small weights, many epochs have no document for it. After this number of such epochs in
+# a row, the weights leave out nearly the whole corpus, which is an error.
 MAX_IDLE_EPOCHS = 100
 
-# A lane of few units may by chance get only shards of weight 0 in some epochs. This number of such units in a row
-# cannot be chance.
+# By chance, a lane with few units (parts of shards) may get only sources of weight 0 in some epochs. This number of
+# such units in a row cannot be chance.
 MIN_LEFT_OUT_UNITS = MAX_IDLE_EPOCHS * MIN_UNITS_PER_LANE
 
 LONG_CONVERSATIONS = "long_conversations"
@@ -85,8 +86,8 @@ class OpenUnit(NamedTuple):
     thinning: Thinning | None
 
     def is_lost(self, line: int) -> bool:
-        """Returns whether a line is lost, because its shard failed or lost its end between a save and a resume. The
-        other lines keep their index."""
+        """Returns whether a line is lost, because its shard became unreadable or shorter between a save and a resume.
+        The other lines keep their index."""
         return line >= len(self.lines)
 
     def line_at(self, document: int, copy: int) -> int:
@@ -97,8 +98,8 @@ class OpenUnit(NamedTuple):
         return self.order[(document - int(place_of_copy(copy) * number)) % number]
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
-        """Yields all slots (document, copy) from the given slot on. With `first_in_any_case`, the given slot comes even
-        if its document has fewer copies in this epoch."""
+        """Yields all slots (document, copy number) in reading order, from the given slot on. With `first_in_any_case`,
+        the given slot is yielded even if no source weight now allows this copy number."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy
@@ -130,7 +131,7 @@ class LaneReader:
 
         Args:
             begun: whether the document at `start` was begun and counted before the save. If so, its rest comes first,
-                whatever the weight of its source is now.
+                even if its source now has weight 0.
         """
         epoch, unit, document, token_offset, copy, known_lines = start
         resumed = start != LANE_START
@@ -209,7 +210,6 @@ class LaneReader:
             self.counters[LONG_CONVERSATIONS] += 1
 
     def take_counters(self) -> dict[str, int]:
-        """Returns the counts since the last call."""
         taken, self.counters = dict(self.counters), Counter()
         return taken
 
@@ -228,7 +228,7 @@ class LaneReader:
         """Return the unit's lines, their order, and their numbers of copies.
 
         Args:
-            counted: whether the unit was counted before the resumed position
+            counted: whether the saved counters already include the unit
             known_lines: number of lines of the unit at the save; 0 if unknown
         """
         counters: Counter[str] = Counter()

@@ -16,8 +16,8 @@ from gsa_data.fetch import Pulse, file_system, patiently
 FORMATS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
 """Suffixes of shards of text"""
 OTHER_FORMATS = (".json.gz",)
-"""Suffix of C4's shards, which are also JSON lines. They count only in a folder without FORMATS, because other folders
-may hold such a file for another purpose."""
+"""Suffix of C4's shards, which are JSON lines. Files with this suffix count as shards only if the folder has no file of
+FORMATS. Otherwise they probably have another purpose."""
 INDEXED = (".idx", ".bin")
 """Suffixes of megatron-core's datasets"""
 PACKED = ("zst", "gz", "bz2", "xz", "lz4")
@@ -56,8 +56,8 @@ def list_files(root: str, reading: Reading) -> dict[str, int]:
 
 
 def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
-    """Returns the result of `action`, which is tried again if it stalls and after transient errors. Raises DataFault if
-    no try succeeds."""
+    """Run `action` and return its result. After a stall or a transient error, try again. Raises DataFault if no try
+    succeeds."""
     try:
         return patiently(action, f"data folder {root!r}", reading, Counter())
     except OSError as error:
@@ -70,8 +70,8 @@ def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
 def _local_files(
     folder: str, pulse: Pulse, relative: str = "", above: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, int]]:
-    """Yields (path, bytes) of each file below a local folder, and follows links. fsspec's listing is not used, because
-    it skips links and unreadable folders without an error, so that part of the corpus would be missing."""
+    """Yields (path, bytes) of each file below a local folder, and follows links. fsspec's listing would skip links and
+    unreadable folders without an error, so that a part of the corpus could be missing."""
     folder = folder or "/"
     above = (*above, os.path.realpath(folder))
     with os.scandir(folder) as entries:

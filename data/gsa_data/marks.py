@@ -1,8 +1,8 @@
-"""Mark the tokens of a conversation with two bits above the token id. A mark is part of the token, so it stays with the
-token when blocks are made.
+"""Mark the tokens of a conversation with two bits above the token id: one if the loss skips the token, one if it is an
+EOS inside the conversation. As part of the token, a mark stays with it when blocks are made.
 
-Tokens of text have no marks. pack.FILLER is not a token, but a number whose bits look like marks. Replace it by an id
-before you read the bits.
+Tokens of plain text have no marks. The padding pack.FILLER is not a token, but its bits look like marks. Replace FILLER
+by a token id before you read marks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Compute unigram and bigram baselines from the tokens that a model was trained on.
 
-Both baselines score the (input, label) pairs that the model scores. c counts tokens and pairs in the training text, N
-is the number of training labels, V is the vocabulary size, and T(h) is the number of different labels that follow input
-h in the training text:
+Both baselines score the same (input, label) pairs as the model. In the training text, c counts tokens and pairs, N is
+the number of labels, and T(h) is the number of different labels that follow input h. V is the vocabulary size:
 
     P(w)   = (c(w) + 1) / (N + V)                          unigram, add-one
     P(w|h) = (c(h,w) + T(h) P(w)) / (c(h) + T(h))          bigram; P(w|h) = P(w) if c(h) = 0

@@ -1,5 +1,4 @@
-"""Pack documents into blocks of seq_len + 1 tokens. From the EOS tokens of a block, find its documents and its loss
-mask."""
+"""Pack documents into blocks of seq_len + 1 tokens. The EOS tokens of a block give its documents and its loss mask."""
 
 from __future__ import annotations
 
@@ -20,8 +19,9 @@ AnyTokens = NDArray[np.integer[Any]]
 class Cursor(NamedTuple):
     """Points to token `token_offset` of a document in one lane (lanes.py).
 
-    `unit` counts the units (parts of shards) that the lane reads in this epoch. The document's slot in its unit is
-    (`document`, `copy`), see source_weights.py. Without weights of sources, `copy` is 0.
+    A lane is one of the run's token streams. `unit` counts the units (parts of shards) that the lane reads in this
+    epoch. (`document`, `copy`) is the place of the document in the unit (source_weights.py). Without source weights,
+    `copy` is 0.
     """
 
     epoch: int
@@ -30,14 +30,14 @@ class Cursor(NamedTuple):
     token_offset: int
     copy: int = 0
     lines: int = 0
-    """Number of lines that the unit had when the lane opened it, or 0 if unknown. The unit's order depends on this
-    number, and a resume may find fewer lines."""
+    """Number of lines of the unit when the lane opened it, or 0 if unknown. A resume needs this number to permute the
+    lines in the same way, even if the file now has fewer lines."""
 
 
 LANE_START = Cursor(0, 0, 0, 0)
 
 FILLER = -1
-"""Marks a position of a block without text. The loss does not cover it, and the model reads an EOS there."""
+"""Padding at the end of a block. The loss does not cover padding, and the model reads an EOS in its place."""
 
 
 def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:
@@ -82,8 +82,8 @@ def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
 
 
 def document_starts(document_ids: Tensor, query_start: int = 0) -> Tensor:
-    """Returns the position of the first token of each token's document, int32 [B, L - query_start], for the tokens from
-    position `query_start` on. `document_ids`, int32 [B, L], never decrease along a row."""
+    """For each token from position `query_start` on, returns the position of its document's first token: int32 [B, L -
+    query_start]. `document_ids`, int32 [B, L], must not decrease along a row."""
     document_ids = document_ids.contiguous()
     return torch.searchsorted(document_ids, document_ids[:, query_start:].contiguous(), out_int32=True)
 

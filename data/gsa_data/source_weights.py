@@ -1,15 +1,25 @@
 """Weight the sources of a corpus: the weight decides how often a document comes in an epoch.
 
-Each document has a fixed number u in [0, 1). If its source has weight w, the document has
-floor((e + 1) w + u) - floor(e w + u) copies in epoch e. Any E consecutive epochs together therefore have floor(E w) or
-ceil(E w) copies. With weight 0, no document of the source comes. With 0.5, each document comes every other epoch. With
-2, each document comes twice per epoch.
+With weight 0, the documents of a source are never read. With 0.5, they are read in every other epoch, and with 2 twice
+per epoch. In general, epoch e reads a document of weight w this number of times, where u in [0, 1) is fixed for the
+document:
 
-A unit (a part of a shard, see lanes.py) of n documents has n places, which are read in order. Place j has one slot
-(j, c) for each copy number c. Slot (j, 0) has document j. Slot (j, 1) has document j - n/2, slot (j, 2) has document
-j - n/4, and so on. The offsets follow the van der Corput sequence, and document numbers are taken modulo n. Copies of a
-document are therefore far apart, and the shares of the sources are constant along a unit. If an epoch has no copy c of
-a document, its slot is skipped. Slots do not depend on the weights, so the weights may change at any slot.
+    floor((e + 1) w + u) - floor(e w + u)
+
+Any E consecutive epochs together read the document floor(E w) or ceil(E w) times.
+
+The copies of a document are spread over its unit (a part of a shard, see lanes.py). A unit of n documents has n places,
+which are read in order. Place j has one slot (j, c) for each copy number c:
+
+    slot (j, 0) has document j
+    slot (j, 1) has document j - n/2
+    slot (j, 2) has document j - n/4
+
+In general, slot (j, c) has document j - v(c) n modulo n, where v(c) is the van der Corput sequence. Copies of a
+document are therefore far apart, and the shares of the sources are constant along a unit.
+
+If an epoch has no copy c of the document in slot (j, c), the slot is skipped. The slots do not depend on the weights,
+so a resume may change the weights at any slot.
 """
 
 from __future__ import annotations
@@ -25,8 +35,8 @@ from numpy.typing import NDArray
 NO_SOURCE = "unknown"
 """The source of documents whose line names no source"""
 MAX_WEIGHT = 100.0
-"""The largest weight. The reader visits every slot, and more than a few dozen repeats teach nothing more (Muennighoff
-et al. 2023, arXiv 2305.16264)."""
+"""The largest allowed weight. More than a few dozen repeats of a text teach nothing more (Muennighoff et al. 2023,
+arXiv 2305.16264)."""
 
 NO_WEIGHTS: Mapping[str, float] = {}
 
@@ -37,8 +47,6 @@ LEFT_OUT_OF = "left out of "
 
 
 class LineSources(NamedTuple):
-    """Holds the sources of the lines of a shard."""
-
     names: list[str]
     of_line: NDArray[np.int64]
     """[lines], index of the source in `names`, or -1 for a line without a document"""
@@ -69,11 +77,11 @@ def copies_in_epoch(
 
 
 def document_offsets(key: int, lines: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the numbers u in [0, 1), [n], of the documents in these lines of the shard with the 64-bit hash `key`.
+    """Returns a fixed number u in [0, 1) for each of the given lines of a shard, [n]. `key` is the shard's 64-bit hash.
 
-    The u of a document is output number `line` of the generator splitmix64 with the seed `key` (Steele, Lea, Flood
-    2014, "Fast splittable pseudorandom number generators"). The generator uses only integers, so the result is the same
-    on every machine.
+    The u of a line is output number `line` of the generator splitmix64 with the seed `key` (Steele, Lea, Flood 2014,
+    "Fast splittable pseudorandom number generators"). The generator uses only integers, so u is the same on every
+    machine.
     """
     state = (lines.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.array(
         [key], np.uint64
@@ -87,7 +95,8 @@ def document_offsets(key: int, lines: NDArray[np.int64]) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=256)
 def place_of_copy(copy: int) -> float:
-    """Returns the offset of a copy from copy 0 within a unit: 0, 1/2, 1/4, 3/4, 1/8, ... (van der Corput, base 2)."""
+    """Returns the distance of a copy from copy 0 as a share of the unit: 0, 1/2, 1/4, 3/4, 1/8, ... (van der Corput,
+    base 2)."""
     place, step = 0.0, 0.5
     while copy:
         place += step * (copy % 2)

@@ -2,10 +2,12 @@
 the number of ranks or workers.
 
 The lanes (lanes.py) are `num_lanes` fixed token streams. Global sample i is block i // num_lanes of lane i % num_lanes.
-Rank r of D takes the samples with i % D == r. If D does not divide num_lanes, ranks share lanes. Each block carries the
-position at which the next block of its lane begins. A position is a cursor and, with best_fit packing, the pool of
-documents of the lane. A saved state has the position of each lane after its last returned block. Prefetched blocks do
-not change it. Data flows through these classes:
+Of D data-parallel ranks, rank r takes the samples with i % D == r. If num_lanes is not a multiple of D, ranks share
+lanes.
+
+Each block carries the position at which the next block of its lane begins. A position is a cursor and, with best_fit
+packing, the lane's pool of waiting documents. A saved state has the position of each lane after the last returned block
+of the lane, so prefetched blocks do not change the state. Data flows through these classes:
 
     ShardReader -> LaneReader -> pack or best_fit -> RankSamples (in the workers) -> DataLoader -> BlockStream
 """
@@ -36,7 +38,7 @@ class StateMismatch(ValueError):
     """A saved position does not fit. The message says what differs and what to do."""
 
     def __init__(self, message: str, other_data: bool = False) -> None:
-        """`other_data` says that the position belongs to other text or another order, so a run can restart the text."""
+        """`other_data`: the position belongs to other text or another order, so the run may start its text again."""
         super().__init__(message)
         self.other_data = other_data
 
@@ -44,8 +46,8 @@ class StateMismatch(ValueError):
 class BlockStream:
     """Streams the blocks of one data-parallel rank endlessly, from the start or from a merged state.
 
-    Raises StateMismatch if `state` was saved with another corpus, tokenizer, order or packing. Raises DataFault if a
-    weight belongs to no source of the tokens. `next_blocks` raises DataFault for faults of the text.
+    Raises StateMismatch if `state` was saved with another corpus, tokenizer, order or packing. Raises DataFault if
+    `source_weights` names a source that the tokens do not have. `next_blocks` raises DataFault for faults of the text.
 
     Args:
         carried_counters: counters to continue if a run starts again on other data; cannot be combined with `state`
@@ -120,8 +122,8 @@ class BlockStream:
         self._blocks = self._blocks or self._open()
 
     def next_blocks(self, count: int) -> Tokens:
-        """Returns the rank's next `count` blocks, int32 [count, seq_len_tokens + 1]. best_fit pads with pack.FILLER.
-        Tokens of conversations have marks (marks.py)."""
+        """Returns the rank's next `count` blocks, int32 [count, seq_len_tokens + 1]. Padding of best_fit is
+        pack.FILLER. Tokens of conversations have loss-mask bits (marks.py)."""
         began = time.perf_counter()
         self.start()
         assert self._blocks is not None
@@ -148,7 +150,8 @@ class BlockStream:
 
     @property
     def readers_per_lane(self) -> int:
-        """Returns the number of readers that build each lane's blocks, which is 1 if their total divides num_lanes."""
+        """Returns how many readers build the blocks of each lane: 1 if num_lanes is a multiple of the number of
+        readers."""
         readers = self.world_size * max(1, self.config.num_workers)
         return readers // math.gcd(readers, self.config.num_lanes)
 

@@ -18,14 +18,14 @@ class StreamConfig:
     seq_len_tokens: int
     """A block has seq_len_tokens + 1 tokens. A resume may change the length without losing a token."""
     num_lanes: int
-    """The number of lanes is fixed for the run. More lanes mix more documents into a batch. With few shards, use few
-    lanes (8). Any number of readers (data-parallel ranks x workers) works, but each block is made by readers /
-    gcd(readers, num_lanes) readers."""
+    """Number of token streams (lanes), fixed for the run. More lanes mix more documents into a batch. With few shards,
+    use few lanes (8). A reader is a worker of a data-parallel rank. Any number of readers works, but each block is made
+    by readers / gcd(readers, num_lanes) readers, so choose a divisor of num_lanes."""
     seed: int
     shuffle_documents: bool = True
     """Whether to permute the documents inside each shard. Shards are always permuted."""
     source_weights: Mapping[str, float] = field(default_factory=dict)
-    """How often an epoch has each document of a source (source_weights.py). The default weight is 1. A resume may
+    """Source -> how often an epoch reads each document of the source (source_weights.py), by default once. A resume may
     change the weights for the text after the saved position."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """Whether to cut blocks from concatenated documents, or to fill blocks with whole documents (best_fit.py)"""

@@ -36,18 +36,18 @@ class Tokenizer:
 
     Args:
         path: a sentencepiece model or a `tokenizer.json`, local or at an fsspec address
-        eos_token: text of the token that ends each document. By default sentencepiece uses the file's EOS, and
-            tokenizer.json uses its only special token of a usual name (tokenizer_json.EOS_NAMES).
+        eos_token: text of the token that ends each document. By default, it is the EOS of a sentencepiece file, or the
+            only special token of a tokenizer.json with a usual name (tokenizer_json.EOS_NAMES).
         reading: limits and retries for reading the file
 
     Attributes:
         file: the content of the file
         eos_id: the token that ends each document
         vocab_size: the largest id + 1
-        fingerprint: the sha256 of the file. If `eos_token` is not the file's default, the fingerprint also has its id
+        fingerprint: the sha256 of the file, and the id of `eos_token` if it is not the file's default
         stop_ids: the tokens at which a generated text ends: `eos_id`, and what companions.set_up_tokenizer adds
-        is_chat: whether the model reads conversations. If so, the name of a special token in a prompt is encoded as
-            this token
+        is_chat: whether the model is a chat model. If so, text such as `<|im_end|>` in a prompt becomes the special
+            token
 
     Raises TokenizerError if the file is missing, has an unknown format, or has no such EOS.
     """
@@ -103,9 +103,9 @@ class Tokenizer:
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Returns the token ids of a rendered conversation, and whether each token overlaps one of `parts`: [tokens].
 
-        Unlike `encode`, this function encodes the name of a special token in the text as this token. The text is split
-        only at special tokens (in sentencepiece, at control symbols), as in transformers' apply_chat_template. It is
-        not split at the ends of `parts`, so a token may overlap an end.
+        Unlike `encode`, this function turns the text of a special token into this token. As in transformers'
+        apply_chat_template, the text is split only at special tokens (in sentencepiece, at control symbols). The ends
+        of `parts` do not split the text, so a token may lie partly inside a part.
         """
         tokens, inside = self._model.encode_chat(text, parts)
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)

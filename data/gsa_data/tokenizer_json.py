@@ -44,7 +44,7 @@ class TokenizerJson:
             ) from error
         with _library_errors(path):
             self._tokenizer = tokenizers.Tokenizer.from_str(file.decode())
-        # Turn off truncation, padding, and dropout of merges, which the file may ask for. Text that spells a special
+        # The file may ask for truncation, padding and dropout of merges, so turn them off. Text that spells a special
         # token stays text.
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None

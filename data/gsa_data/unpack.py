@@ -11,8 +11,8 @@ import zstandard
 LARGEST_WINDOW_BYTES = 1 << 31
 """The largest window of zstd (`--long=31`). The library's default limit is smaller."""
 MOST_UNPACKED_BYTES = 1 << 30
-"""Every shard may unpack to this size. MOST_RATIO limits larger shards, because a reader holds a shard in memory, and a
-few packed bytes may unpack to any size."""
+"""Any shard may unpack to this size. Above this size MOST_RATIO is the limit, because a reader holds a shard in memory,
+and a few packed bytes may unpack to any size."""
 MOST_RATIO = 50
 """The largest ratio of unpacked to packed bytes of larger shards. Text has 3 to 10."""
 LINE_BYTES = 64

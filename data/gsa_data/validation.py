@@ -1,7 +1,7 @@
-"""Read the fixed text that scores a model: the first sequences of a split. On request, also group its documents by
-source.
+"""Read the fixed text on which a model is scored: the first sequences of a split. On request, documents are also
+grouped by source.
 
-The datasets of `prepare.py tokens` give the same sequences as the text. Such datasets have no text, so bits per byte
+Datasets of `prepare.py tokens` give the same sequences as their text. Such datasets hold only tokens, so bits per byte
 always count the bytes of the decoded tokens.
 """
 
@@ -73,8 +73,8 @@ def read_validation_set(
     """Read the first `max_blocks` sequences of a split (fewer if it is smaller), also grouped by source.
 
     To group by source, the documents of each source are concatenated, and the last sequence of each source is padded,
-    so that no text is lost. If documents are isolated, the sources together have as many scored tokens as the ungrouped
-    sequences. A source without scored tokens is left out.
+    so that no text is lost. If documents do not attend to each other, the sources together have as many scored tokens
+    as the ungrouped sequences. A source without scored tokens is left out.
 
     Raises TooLittleText if the split is shorter than one sequence or has nothing to score, and DataFault if it cannot
     be read.
@@ -127,7 +127,8 @@ def _tokenized(lines: ShardLines) -> Iterator[EncodedDocument | str]:
     while first < len(lines):
         count = min(max(first, MOST_THREADS), DOCUMENTS_AT_ONCE)
         places = range(first, min(first + count, len(lines)))
-        # Each window has its own pool. The caller may fork while it has a document, so no thread may live then.
+        # Each window of lines has its own pool, because the caller may fork between two documents, when no thread may
+        # run.
         with ThreadPoolExecutor(min(MOST_THREADS, len(places))) as pool:
             found = [pool.submit(lines.__getitem__, place) for place in places]
         yield from (line.result() for line in found)
@@ -137,8 +138,8 @@ def _tokenized(lines: ShardLines) -> Iterator[EncodedDocument | str]:
 def is_scored(
     blocks: Tokens, lengths: NDArray[np.int64], eos_id: int, attend_across_documents: bool
 ) -> NDArray[np.bool_]:
-    """Returns whether each label of [n, L + 1] blocks is scored, [n, L]. In text the rule is the rule of
-    pack.loss_mask. In conversations only the assistant's labels are scored."""
+    """Returns whether each label of [n, L + 1] blocks is scored, [n, L]. For text, the rule is pack.loss_mask. In
+    conversations only the assistant's labels are scored. Padding is not scored."""
     inputs = blocks[:, :-1] & ~UNSCORED
     is_text: NDArray[np.bool_] = np.arange(inputs.shape[1]) < lengths[:, None]
     is_text &= (blocks[:, 1:] & UNSCORED) == 0

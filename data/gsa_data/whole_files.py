@@ -1,5 +1,5 @@
-"""Read a whole file that a user gives. First check its kind and its size. In JSON, also check how deep lists and
-objects are nested."""
+"""Read a whole file that a user gives, after checks of its kind and size. For JSON, also limit the depth of nested
+lists and objects."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def page() -> str:
 
 
 def _sections(config: type) -> Iterator[tuple[str, str, type]]:
-    """For each field that is a section or a list of sections, yields its name, its prefix and the class of the section.
-    If the field is a list, the prefix stands for every item: `phases.N`."""
+    """For each config field that is a section or a list of sections, yields the field's name, its prefix on the command
+    line, and the class of the section. The prefix of a list stands for every item: `phases.N`."""
     for name, hint in typing.get_type_hints(config).items():
         (item, *_) = typing.get_args(hint) or (hint,)
         if isinstance(item, type) and dataclasses.is_dataclass(item):

@@ -2,9 +2,9 @@
 
     python -m gsa_study.commands.frontier
 
-A mark shows the needles that a form of selection finds, and the speed-up of a training step at one length. A form
-without a measured speed-up or without measured needles is not drawn. If a model was trained with the selection, only
-its needles are drawn.
+Each mark shows a way to select keys at one length: the needles found in a retrieval test, and the speed-up of a
+training step. A selection without a measured speed-up or needles is not drawn. If a model was trained with the
+selection, only the needles of this model are drawn.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@
 The command first looks for finished runs in local folders, and adds them to the records (`<study>.csv` and `records/`).
 Then it writes a page for each study file in `--studies` that has a `question` and at least one finished run. README.md
 receives a table of all pages. The verdicts, which a person writes in the pages, are kept. If no losses of a study are
-recorded, its figure is kept, too. Exit code 2 means wrong use, a mistake in a study file, a damaged file of a record,
-a page without the heading `## Verdict`, or a full disk.
+recorded, its figure is kept, too.
+
+Exit code 2 means wrong use, a mistake in a study file, a damaged file of a record, a page without the heading `##
+Verdict`, or a full disk.
 """
 
 from __future__ import annotations

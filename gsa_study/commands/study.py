@@ -5,8 +5,8 @@
     python launch/study.py --study FILE --dry-run [--device NAME] [--mfu SHARE] [key=value ...]
     python launch/study.py --study FILE --report [key=value ...]
 
-The command trains each arm of a study file with each seed. Then it evaluates the models, and writes the report that
-compares them. If it ends early, call it again in the same way, and it continues.
+The command trains each arm (config to compare) of a study file with each seed. Then it evaluates the models, and writes
+the report that compares them. If the command ends early, the same command continues.
 
     exit code  meaning
     0          all jobs are finished

@@ -1,7 +1,7 @@
-"""Tests that two whole runs of a small model in layouts log the numbers of one rank.
+"""Tests that two whole runs in parallel layouts log the numbers of a run on one rank.
 
 Every query selects all its causal keys. In a smaller selection, rounding would decide between the keys of a repeated
-token, because they have equal scores. test_many_layouts.py covers smaller selections.
+token, because these keys have equal scores. test_many_layouts.py covers smaller selections.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Tests all programs that generate text with a chat model. They must give the same tokens, and must stop at the end of
-the model's turn. The model's chat template must survive an export, an import and another export."""
+"""Tests all programs that generate text with a chat model. The programs must give the same tokens, and must stop at the
+end of the model's turn. The model's chat template must survive an export, an import and another export."""
 
 import json
 import shutil

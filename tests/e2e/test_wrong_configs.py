@@ -27,13 +27,11 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def launch(*arguments: str, ranks: int = 1, rank: int = 0) -> subprocess.CompletedProcess[str]:
-    """Start one rank of a job that announces `ranks`."""
     command = ["-c", REPORT, "launch/pretrain.py", "--config", CONFIG, *arguments]
     return run(*command, WORLD_SIZE=str(ranks), RANK=str(rank))
 
 
 def message_of(result: subprocess.CompletedProcess[str]) -> str:
-    """Return what a rejected start wrote to stderr."""
     assert result.returncode == 2, result.stderr
     assert result.stdout == "loaded: []\n"  # so no process group was made
     assert "Traceback" not in result.stderr

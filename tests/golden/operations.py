@@ -1,7 +1,8 @@
 """Calls the kernels for the golden problems; only this file knows their interface.
 
-A function takes a problem and its inputs on the device, and returns outputs and gradients by name. If the interface of
-the kernels changes, keep name, meaning, dtype and shape of each output, so that hashes can be compared.
+Each function takes a problem and its inputs on the device, and returns outputs and gradients by name. If the interface
+of the kernels changes, keep name, meaning, dtype and shape of each output, so that its hash can be compared with the
+recorded hash.
 """
 
 from __future__ import annotations

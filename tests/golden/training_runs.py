@@ -34,7 +34,7 @@ class TrainingRun:
 
 
 CONSTANT = "phases.1.decay=constant"
-"""For runs with one step after the rate's warm-up. That step had the peak rate when the golden files were made."""
+"""Keeps the learning rate at its peak in runs with one step after the warm-up, as when the golden files were made."""
 
 CPU_RUNS = (
     TrainingRun("cpu-tp2-pp2", ("parallel.tensor=2", "parallel.pipeline=2"), ranks=4),
@@ -72,7 +72,7 @@ class RunFailed(Exception):
 
 
 def train(run: TrainingRun, code: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Train with the launcher in `code`, the root of a checkout, and return its numbers by record ("step 3", ...)."""
+    """Train with the launcher of the checkout `code`, and return the logged numbers by record ("step 3", ...)."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"),

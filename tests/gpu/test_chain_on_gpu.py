@@ -66,7 +66,6 @@ def hold(decoder: FusedDecoder) -> Callable[[], None]:
 
 
 def walk(step: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """Return the logits of four steps."""
     return [step().clone() for _ in range(4)]
 
 

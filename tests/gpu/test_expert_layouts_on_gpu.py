@@ -1,5 +1,5 @@
-"""Tests mixtures of experts in every layout of two ranks (NCCL, bf16): they must train as on one rank. The tolerance
-comes from runs on one rank that differ only in rounding (tests/helpers/layouts_on_gpu.py)."""
+"""Tests that mixtures of experts train in every layout of two ranks (NCCL, bf16) as on one rank. The tolerance comes
+from runs on one rank that differ only in rounding (tests/helpers/layouts_on_gpu.py)."""
 
 import json
 import os

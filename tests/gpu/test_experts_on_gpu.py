@@ -1,5 +1,5 @@
-"""Tests mixtures of experts on a CUDA device. Their results are close to fp64 results, and repeat bit for bit. The
-host never waits."""
+"""Tests mixtures of experts on a CUDA device. The results must be close to fp64 results and repeat bit for bit, and the
+host must never wait for the device."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Tests linear layers in FP8 on a CUDA device: products against their definition, and training beside bf16. The kernel
-that quantizes: tests/kernels/test_fp8.py; graphs: test_graphs_on_gpu.py."""
+"""Compares FP8 linear layers on a CUDA device with the definition of their products, and their training with bf16.
+tests/kernels/test_fp8.py tests the quantizing kernel, and test_graphs_on_gpu.py tests graphs."""
 
 import pytest
 import torch

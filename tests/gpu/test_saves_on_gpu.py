@@ -1,6 +1,6 @@
-"""Tests saves on CUDA devices: the state is copied while the next step runs. On the device, the update of that step
-waits until the copies are complete. The host does not wait. In another test, one of two ranks cannot report how its
-save ended."""
+"""Tests saves on CUDA devices. The state is copied while the next step runs. The device delays the weight update of
+this step until the copies are complete, but the host does not wait. In another test, one of two ranks cannot report how
+its save ended."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -37,7 +37,6 @@ def config_of(name: str, *overrides: str) -> Config:
 
 
 def batches_of(config: Config, parallel: Parallel, seed: int) -> list[MicroBatch]:
-    """Return random text with documents."""
     train, generator = config.train, torch.Generator().manual_seed(seed)
     shape = (train.global_batch_size, train.seq_len_tokens + 1)
     blocks = torch.randint(1, config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
@@ -48,8 +47,6 @@ def batches_of(config: Config, parallel: Parallel, seed: int) -> list[MicroBatch
 
 
 class Trainer:
-    """Holds a model and the optimizer of one of its phases."""
-
     def __init__(self, config: Config, phase: int = -1) -> None:
         self.config, self.parallel = config, single_rank()
         self.model: Model = build_model(config, self.parallel)

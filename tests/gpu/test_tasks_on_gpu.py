@@ -1,4 +1,4 @@
-"""Tests tasks that are scored between training steps on a CUDA device. They must not change training. A later
+"""Tests evaluation tasks between training steps on a CUDA device. The tasks must not change training. A later
 evaluation of the checkpoint must give the same scores, up to bf16 rounding."""
 
 import json

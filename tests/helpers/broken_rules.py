@@ -1,5 +1,5 @@
-"""Lists every check that involves several config fields, in the form `override ; override -> fragment | fragment`. The
-overrides violate the check, and the error must contain the fragments. Indented lines continue the row above."""
+"""Lists every check that involves several config fields, a row for each: `override ; override -> fragment | fragment`.
+The overrides violate the check, and the error must contain the fragments. Indented lines continue the row above."""
 
 from os.path import expanduser
 
@@ -271,7 +271,6 @@ Rule = tuple[list[str], list[str]]
 
 
 def rules_of(table: str) -> list[Rule]:
-    """Parse each row's overrides and fragments."""
     rows: list[Rule] = []
     for row in table.strip().replace("\n    ", " ").splitlines():
         overrides, _, fragments = row.partition(" -> ")

@@ -100,7 +100,6 @@ NIGHTLY_BOUNDARIES = {"expert"}
 
 
 def gather_balances(model: Model) -> dict[str, list[list[float]]]:
-    """Return the final balance of a model's routers, by layer."""
     mine = {
         str(layer.layer_number): [held.tolist() for held in layer.mlp.router.balance()]
         for chunk in model.chunks
@@ -117,7 +116,6 @@ def gather_balances(model: Model) -> dict[str, list[list[float]]]:
 
 
 def train(config: Config, parallel: Parallel, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Run `train_case`, and append the routers' balances."""
     models: list[Model] = []
     records = train_case(config, parallel, steps, prepare=models.append, tasks=True)
     return [*records, gather_balances(*models)]

@@ -24,7 +24,7 @@ The faults are given in JSON, which maps the name of each fault to its arguments
     wrong_product: rank                     this rank gets a wrong matrix product in the health check
     all_operations: true                    a profile names all operations, instead of only the longest
 
-If a rank blocks, the other ranks wait for it in a collective until the run is ended.
+If a rank blocks, the other ranks wait in a collective until the run is ended.
 """
 
 import contextlib

@@ -6,9 +6,10 @@ torchrun, a child gets its own session, environment, output and command line. It
 `__main__`.
 
 `ForkedRanks` runs the ranks without torchrun. `ForkedAgent` runs torchrun in a child. This torchrun handles failures,
-signals and lost nodes as always, but it forks its ranks instead of starting interpreters. If a test passes `real=True`
-(runs.py), the run starts the real launcher without forks. Each rank then has its own seed of string hashes, and tears
-down its interpreter at the end. Forked ranks do neither.
+signals and lost nodes as always, but it forks its ranks instead of starting interpreters.
+
+If a test passes `real=True` (runs.py), the run starts the real launcher without forks. Unlike a forked rank, each rank
+then has its own seed of string hashes, and tears down its interpreter at the end.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ForkedRanks:
 
     Args:
         command: the launcher's file and its arguments.
-        environment: environment of all ranks. The first run's environment is also the server's.
+        environment: environment of all ranks. The server that forks them has the environment of the first run.
         mark: further variables of the ranks, which identify their descendants.
         rendezvous: whether ranks find each other as under torchrun; False: one process, as under plain python.
     """
@@ -94,12 +95,10 @@ class ForkedRanks:
 
     @property
     def pids(self) -> list[int]:
-        """Return process ids; each process is also a session."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     @property
     def codes(self) -> set[int]:
-        """Return the exit codes of the ranks that failed by themselves."""
         return {*self._failed.values()}
 
     @property
@@ -123,7 +122,6 @@ class ForkedRanks:
         return None if None in codes else 0
 
     def wait(self, seconds: float) -> int:
-        """Wait; raise TimeoutError if ranks still run after `seconds`."""
         deadline = time.monotonic() + seconds
         while (code := self.poll()) is None:
             left = deadline - time.monotonic()
@@ -155,7 +153,8 @@ class ForkedAgent:
     Args:
         torchrun: options of torchrun.
         command: the launcher's file and its arguments.
-        environment: environment of all processes. The first run's is also the server's. `mark` has further variables.
+        environment: environment of all processes, with further variables in `mark`. The server has the environment of
+            the first run.
     """
 
     def __init__(
@@ -190,7 +189,6 @@ class ForkedAgent:
         return self._process.exitcode
 
     def wait(self, seconds: float) -> int:
-        """Wait; raise TimeoutError if the agent still runs after `seconds`."""
         self._process.join(seconds)
         code = self._process.exitcode
         if code is None:
@@ -202,8 +200,8 @@ class ForkedAgent:
 
 
 def kill_unless_over(process: ForkServerProcess) -> None:
-    """Kill a process unless it has ended. The server reaps ended children at once, so another process may already have
-    the id."""
+    """Kill a process, unless it has ended. The server reaps ended children at once, so that another process may already
+    have the id of an ended child."""
     if process.exitcode is None:  # multiprocessing does not check by itself
         process.kill()
 

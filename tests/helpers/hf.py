@@ -83,7 +83,7 @@ def padded(length: int, pads: int, rows: int = 2) -> tuple[torch.Tensor, torch.T
 def losses_and_gradients(
     model: GSAForCausalLM, tokens: torch.Tensor, mask: torch.Tensor
 ) -> list[dict[str, torch.Tensor]]:
-    """Return two dicts: one with eager attention, one with the kernels. Each has the indexer loss, the loss and the
+    """Return a dict of eager attention and a dict of the kernels, each with the indexer loss, the loss and the
     gradients by parameter. The first token after left padding is not a label, because its prediction comes from a
     padding position, whose output is arbitrary."""
     labels = tokens.masked_fill((mask == 0) | (mask.roll(1, dims=1) == 0), -100)

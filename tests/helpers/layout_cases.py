@@ -9,8 +9,8 @@ from helpers.single_rank import CONFIG, DENSE, SPARSE, WARM_UP, with_sections
 
 WORLD, LENGTH, SEQUENCES = 4, 32, 4
 STEPS = (1, 2)
-"""Steps of the warm-up and of the sparse phase. A wrong step changes its own numbers or the next step's, also across
-phases. More steps would only accumulate rounding."""
+"""Numbers of steps of the warm-up and of the sparse phase. They suffice, because a wrong step changes its own numbers
+or the numbers of the next step, also across phases. More steps would only accumulate rounding."""
 MORE_STEPS = (2, 2)
 """Steps of one layout of megatron-core's optimizer, of one layout of DeepSpeed, and of `SELECTED`'s text."""
 ALL_KEYS = {"gsa": {"k_base": LENGTH, "k_min": LENGTH, "k_max": LENGTH}}
@@ -27,8 +27,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "train": {"z_loss_coeff": 0.1},
 }  # fmt: skip
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
-"""Every query selects some of its causal keys. The text of this seed has no near ties, which rounding would decide
-differently on each processor. No token occurs twice in a sequence (`blocks`), and test_many_layouts measures margins.
+"""Config in which every query selects only some of its causal keys. With this seed no two scores are nearly equal, so
+that rounding cannot change a selection. No token occurs twice in a sequence (`blocks`), and test_many_layouts measures
+margins.
 """
 GATES_OF_HEADS: dict[str, dict[str, Any]] = {
     "gsa": {
@@ -74,8 +75,9 @@ ZERO_3 = {"strategy": "deepspeed", "zero_stage": 3}
 
 
 SAMPLE = {"STRETCH": 4, "STRETCHES": 4, "GROUP": 2}
-"""Settings of gsa_train.model.probes.query_sample: half of the 32 queries are measured, as in a long sequence. With
-four context-parallel ranks every second chunk of a sequence is measured as a whole."""
+"""Settings of gsa_train.model.probes.query_sample, which samples queries of a long sequence for the statistics. With
+these settings it samples half of the 32 queries. With four context-parallel ranks it takes all queries of every second
+chunk."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +184,8 @@ EQUAL = {
     "interleaved, overlapped": "interleaved",
     "pipeline, recomputed layers": "pipeline",
 }
-"""Maps layouts to layouts with equal bits. Both have two replicas, because gloo sums buffers of more ranks in another
-order."""
+"""Maps each layout to a layout that must give the same bits. Both have two data-parallel replicas, because gloo sums
+the buffers of more ranks in another order."""
 
 ONE_SMALL_INDEXER = {
     **ALL_KEYS,
@@ -195,8 +197,8 @@ ONE_SMALL_INDEXER = {
 @dataclass(frozen=True)
 class Reshard:
     """Says which layout writes a checkpoint (`writer`) and which layouts continue from it (`readers`). The writer
-    itself trains on. All readers must get its numbers, and a reader in the writer's layout must even get the same bits.
-    The first reader also tries to load a damaged copy before it loads the checkpoint."""
+    itself trains on, and all readers must get the writer's numbers. A reader in the writer's layout must get the same
+    bits. The first reader also tries to load a damaged copy before it loads the checkpoint."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]

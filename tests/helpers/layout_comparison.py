@@ -23,8 +23,8 @@ CLEAR_MARGIN = 1e-4
 COUNTS = {"value_gate_low", "value_gate_high", "output_gate_low", "output_gate_high", "indexer_saturated"}
 """Shares of values beyond a threshold: with large weights some values are near it, and rounding decides."""
 TIES = {"max_activation_token"}
-"""If a document begins with the same token twice, both have equal activations up to rounding. In the text of SELECTED
-no token occurs twice."""
+"""Statistics that rounding may change. If a document begins with the same token twice, both tokens have equal
+activations up to rounding. In the text of SELECTED no token occurs twice."""
 VARIANCE = 5e-5
 """Relative tolerance of variances. fp32 errors of scores near 1 are large against their deviations of 0.03."""
 _one_rank: dict[str, list[Any]] = {}
@@ -42,7 +42,6 @@ class Margins:
 
 @contextmanager
 def measured_margins() -> Iterator[Margins]:
-    """Measure the margins of the reference's selections in this process."""
     margins = Margins()
     select_top_k, adaptive_budget = reference.select_top_k, reference.adaptive_budget
 

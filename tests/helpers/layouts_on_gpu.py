@@ -3,12 +3,17 @@
     torchrun --standalone --nproc_per_node=N tests/helpers/layouts_on_gpu.py [--experts] [--json OUT] \\
         [--only "tp 2, sp" ...]
 
-In bf16, a sum in another order gives another result. Therefore five runs on one rank first measure how much training
-changes if only rounding changes. The first of these runs is the reference. The second run takes its micro-batches in
-opposite order, and the third takes two sequences at a time. The last two runs compute every matrix product in two or in
-four parts, and round each part to bf16 before they add the parts, as tensor parallelism does. For each layout the
-script computes how far the loss, KL and gradient norm of each step deviate from the reference. A layout passes if no
-deviation exceeds FACTOR times the largest deviation of the other one-rank runs (see `allowed`).
+In bf16, a sum in another order gives another result. Five runs on one rank therefore measure how much training changes
+if only rounding changes:
+
+* the reference
+* micro-batches in opposite order
+* two sequences at a time
+* two runs that compute every matrix product in two or four parts, and round each part to bf16 before the sum, as tensor
+  parallelism does
+
+For each layout the script computes how far the loss, KL and gradient norm of each step deviate from the reference. A
+layout passes if no deviation exceeds FACTOR times the largest deviation of the other one-rank runs (see `allowed`).
 
 First, the ranks divide the one-rank runs among themselves. Then all ranks join one process group and train one layout
 after another. If a layout needs fewer ranks, the remaining ranks are data parallel. `make layouts-gpu` sets
@@ -124,14 +129,15 @@ ONE_RANK = {
     "products in 2 parts": (False, 1, 2),
     "products in 4 parts": (False, 1, 4),
 }
-"""Runs of one rank: whether micro-batches run in opposite order, their sequences, and parts of each matrix product.
-More than one part needs separate gradients, and therefore no fused operations. Layouts are compared with BASELINE."""
+"""Runs on one rank. Columns: whether micro-batches run in opposite order, sequences per micro-batch, parts of each
+matrix product. Layouts are compared with BASELINE. Several parts need separate gradients, and therefore exclude fused
+operations."""
 
 
 def config_of(parallel: dict[str, Any], train: dict[str, Any], experts: bool) -> Config:
     """Return a config with 8 layers (enough for four pipeline stages of two chunks), width 256, 512 tokens and small
-    budgets. With `experts`, feed-forward layers are mixtures of experts. Even on one rank, a change in rounding then
-    sends some tokens to different experts."""
+    budgets. With `experts`, feed-forward layers are mixtures of experts, and a change in rounding sends some tokens to
+    other experts, even on one rank."""
     model = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "init_std": 0.02}
     sizes = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 704, "vocab_size": 4096}
     gsa = {"indexer_heads": 4, "indexer_dim": 64, "k_base": 128, "k_min": 64, "k_max": 256}

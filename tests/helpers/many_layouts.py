@@ -95,12 +95,12 @@ def train_case(
     """Return every step's numbers, with the statistics of each phase's last step, and a validation's numbers.
 
     Args:
-        steps: number of steps of each phase; if there is one phase, it takes the last number.
+        steps: number of steps of each phase. A case with one phase uses the last number.
         prepare: function that changes the model before it trains.
         backwards: whether to run each step's micro-batches in opposite order.
         tasks: whether to score tasks, too.
         measures: whether to return the statistics of each step.
-        graph: stands for a CUDA graph, and runs the last phase's micro-batches in steps without statistics.
+        graph: takes the place of a CUDA graph: it runs the micro-batches of the last phase in steps without statistics.
     """
     assert check_config(config, parallel.world_size) == []
     model = build_model(config, parallel)
@@ -218,8 +218,8 @@ def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, paral
 def cross_boundary(
     config: Config, parallel: Parallel, folder: Path, resumes: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, load this checkpoint and
-    take only the two steps of the next phase.
+    """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, only load this checkpoint
+    and take the two steps of the next phase.
 
     Without `resumes`, one validation runs before the checkpoint is written, and one before the next phase begins. Also
     return whether this rank began the next phase with fp32 weights that bf16 cannot represent.
@@ -256,7 +256,6 @@ def layout_of(config: Config) -> Iterator[Parallel]:
 
 
 def train_all(cases: Mapping[str, Case], names: Iterable[str], train: Callable[..., Any]) -> dict[str, Any]:
-    """Return what `train` returns for each case's config, layout and steps."""
     trained = {}
     for name in names:
         case = cases[name]

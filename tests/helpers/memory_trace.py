@@ -138,8 +138,8 @@ def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _longest_lists(most: int) -> Callable[..., CountedKeys]:
-    """Return a replacement for `triton_build.count_keys`. It gives the host, for each tile of queries, the largest
-    possible number of keys: the number of causal keys of the tile, but at most `most`."""
+    """Return a replacement for `triton_build.count_keys`. For each tile of queries it returns the largest possible
+    number of keys: the number of causal keys of the tile, but at most `most`."""
     count_keys = triton_build.count_keys
 
     def count(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:

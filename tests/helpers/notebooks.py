@@ -52,7 +52,6 @@ def _stream(text: str) -> list[dict[str, Any]]:
 
 
 def _drawn_figures() -> list[dict[str, Any]]:
-    """Return the figures that a cell has drawn, and close them."""
     from matplotlib import pyplot
 
     outputs = []

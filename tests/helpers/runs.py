@@ -49,7 +49,8 @@ SMALL = (
     *("gsa.indexer_heads=4", "gsa.indexer_dim=32", "gsa.k_min=32", "gsa.k_base=64", "gsa.k_max=128"),
     *("train.seq_len_tokens=128", "train.micro_batch_size=1"),
 )
-"""Use the demo's model instead of the tiny one, for what depends on the model's size, such as kernels of GPUs."""
+"""Overrides that train the demo's model instead of the tiny one, for tests that depend on the model's size, such as
+tests of GPU kernels."""
 
 STEPS = 20
 LONGEST_WAIT_SECONDS = 1500
@@ -67,7 +68,7 @@ TIMING += ("forward_backward_seconds", "gradient_reduction_seconds", "optimizer_
 TIMING += ("eval_seconds", "eval_time_share", "ettr", "lost_seconds")
 """Keys that differ between two runs of the same steps."""
 OF_A_GPU = ("memory_allocated_bytes", "memory_peak_bytes", "mfu", "mfu_dense_equivalent")
-"""Keys that exist only on GPUs. They also differ between runs of the same steps if one run does additional work."""
+"""Keys that exist only on GPUs. Their values differ between runs of the same steps if one run does additional work."""
 
 
 QUICK_STEPS = 10
@@ -199,11 +200,11 @@ def start(
 
     Args:
         real: whether to start the real launcher. By default ranks are forked (forked.py), which is much faster.
-        agent: whether torchrun forks the ranks. With `real`, whether the launcher has a session of its own.
+        agent: whether torchrun forks the ranks or, with `real`, whether the launcher has a session of its own.
         faults: faults to inject into the ranks (faults.py).
         torchrun: options of torchrun, in place of the options for `ranks` ranks on this machine.
-        mark: string by which the processes of a start are found. Pass another start's mark for a further node of
-            the same job.
+        mark: string by which the processes of a start are found. To start a further node of a job, pass the mark of the
+            first node.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     mark = mark or uuid.uuid4().hex

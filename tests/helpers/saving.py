@@ -44,7 +44,6 @@ def intact(
 
 @pytest.fixture
 def folder(intact: Path, tmp_path: Path) -> Path:
-    """Return a copy of the checkpoint, in a run folder."""
     copy = tmp_path / "run" / "checkpoints" / intact.name
     shutil.copytree(intact, copy)
     (copy.parent / "latest").write_text(copy.name)

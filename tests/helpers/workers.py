@@ -40,7 +40,6 @@ class Worker:
 
 
 def run_in_workers(session: pytest.Session, count: int) -> None:
-    """Run all collected tests in `count` forked processes."""
     if torch.cuda.is_initialized():
         raise pytest.UsageError("--workers: collecting the tests has initialized CUDA; pass --workers 1")
     if any(STARTING_RANKS & set(item.path.parts) for item in session.items):

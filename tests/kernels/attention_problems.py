@@ -32,7 +32,6 @@ def random_mask(batch, length, chance, device):
 
 
 def make_inputs(batch, length, heads, kv_heads, dim, dtype, device):
-    """Draw q, k, v and the logits of the gate."""
     return [
         torch.randn(batch, length, n, dim, dtype=dtype).to(device) for n in (heads, kv_heads, kv_heads, heads)
     ]

@@ -16,7 +16,8 @@ def covering(**options: Sequence[Any]) -> list[Case]:
     """Choose greedily: each case is the first product that covers the most new pairs."""
     sizes = [len(values) for values in options.values()]
     new = {}
-    """Maps two options to an array that is 1 for pairs of values without a case yet. It broadcasts to all products."""
+    """Maps two options to an array that is 1 for each pair of values without a case yet. The array broadcasts to all
+    products."""
     for pair in combinations(range(len(sizes)), 2):
         new[pair] = np.ones([size if i in pair else 1 for i, size in enumerate(sizes)], np.int16)
     cases = []

@@ -63,9 +63,10 @@ def gsa_layer(
 
     Args:
         h: [L, d], fp64
-        weights: matrices are [out, in], as in `torch.nn.Linear`, and a head's outputs are contiguous. Always w_q, w_k,
-            w_v, w_o, w_iq [HI * DI, d], w_ik [DI, d] and w_iw [HI, d]. With gates also w_vg, b_vg, w_og and b_og. With
-            a sigmoid indexer also b_j [HI] and c_j [HI], with a plain one only b_j. With norms also n_iq and n_ik [DI].
+        weights: matrices are [out, in], as in `torch.nn.Linear`, and a head's outputs are contiguous. Required are w_q,
+            w_k, w_v, w_o, w_iq [HI * DI, d], w_ik [DI, d] and w_iw [HI, d]; with gates also w_vg, b_vg, w_og and b_og;
+            with a sigmoid indexer also b_j [HI] and c_j [HI]; with a plain indexer also b_j; with norms also n_iq and
+            n_ik [DI].
         document_ids: [L]; None: one document
 
     Returns:

@@ -62,9 +62,9 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, because more digits can
-    be compared there. A sample consists of whole stretches of `STRETCH_ROWS` queries. Each case with a sample has
-    enough queries for at least three stretches."""
+    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, where more digits can be
+    compared. In some cases only a sample of the queries has a loss. Samples consist of whole stretches of
+    `STRETCH_ROWS` queries, out of three or more."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
     cut(monkeypatch, SMALL if case["kernels"] == "small" else None, None if case["one_chunk"] else 1)
@@ -182,8 +182,8 @@ def test_long_sequences(
 def test_rows_without_target_or_attended_keys(
     device: str, form: str, log_sum: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows without a target, and rows without attended keys, have a loss and gradients of 0. If the selection's log-sum
-    is given, every row has a target, so only rows without attended keys are tested."""
+    """Rows (queries) without a target, and rows without attended keys, have a loss and gradients of 0. If the
+    selection's log-sum is given, every row has a target, so only rows without attended keys are tested."""
     cut(monkeypatch, SMALL, 1)
     problem = make_problem(form, 50, device, batch=1, log_sum=log_sum)
     mask = problem.mask.clone()
@@ -260,8 +260,8 @@ def test_chunks_and_repetitions_change_nothing(
 def test_the_sums_of_selection_and_attention_spare_a_pass(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the loss gets the log-sum-exps of attention and of the selected scores, it does not launch the `stats` kernel.
-    An error of 1e-3 in the log-sum-exps of the scores changes the loss by less than 1e-6 per row."""
+    """If the caller passes the log-sum-exps of attention and of the selected scores, the loss does not launch the
+    `stats` kernel. An error of 1e-3 in the log-sum-exps of the scores changes the loss by less than 1e-6 per row."""
     cut(monkeypatch, SMALL)
     names = ["scores", "queries", "keys"]
     kernels: list[list[str]] = []

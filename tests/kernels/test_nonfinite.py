@@ -1,8 +1,8 @@
 """Tests NaN and infinities in the indexer's inputs, on a CUDA device or in the patched interpreter.
 
-A row is a query. If one of its inputs is NaN, its variance and its KL are NaN, and it selects `k_base` causal keys. All
-other rows keep the bits of their results. With key lists, however, their KL may change by rounding, because the rows of
-a tile share a list.
+A row is a query. A row with a NaN among its inputs has the variance NaN and the KL NaN, and selects `k_base` causal
+keys. All other rows keep the bits of their results. Only with key lists, which the rows of a tile share, their KL may
+change by rounding.
 """
 
 import dataclasses
@@ -100,8 +100,8 @@ def test_selection_and_loss(device: str, options: dict[str, Any]) -> None:
 
 
 def check_valid(geometry: Geometry, masks: torch.Tensor, budget: torch.Tensor) -> None:
-    """Check that all selected keys are causal, that at most `budget` of them are outside the window, and that the
-    selection and the window together have at least `budget` keys."""
+    """Check that all selected keys are causal. At most `budget` of them may be outside the window. The selection and
+    the window together must have at least `budget` keys."""
     num_keys = masks.shape[-1]
     positions = geometry.query_start + torch.arange(masks.shape[1], device=masks.device)
     keys = torch.arange(num_keys, device=masks.device)

@@ -69,8 +69,8 @@ def empty(*shape: int) -> torch.Tensor:
     ids=["8K, 94M shape", "32K, 1.7B shape"],
 )
 def test_counts_of_a_layer(length, heads, budget, operations, launches, launched):
-    """For selection, attention and loss, the host only launches kernels. If it also did other work, a short kernel
-    would end before the host launches the next one."""
+    """For selection, attention and loss, the host must only launch kernels. With other work in between, a short kernel
+    would end before the host launches the next kernel."""
     count, kv_count, size = heads
     geometry = Geometry(local_window=64)
     q, gate = (empty(1, length, count, size) for _ in range(2))

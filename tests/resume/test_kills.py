@@ -55,8 +55,8 @@ def kill_and_look(run: Run, at_once: list[psutil.Process] | None = None) -> Kill
 def start_until(
     run_dir: Path, step: int, saved: int | None = None, agent: bool = False, **faults: object
 ) -> Run:
-    """Start the run with COMMAND. Return when step number `step` is logged, and the checkpoint of step number `saved`
-    is complete. Rank 1 blocks before the next step, so the run goes no further."""
+    """Start the run with COMMAND. Return when step `step` is logged and the checkpoint of step `saved` is complete.
+    Rank 1 blocks before the next step, so the run goes no further."""
     held = {"held": [[step + 1, 1]], **faults}
     run = start(run_dir, *COMMAND, ranks=RANKS, agent=agent, faults=held)
     run.wait_until(lambda: step in run.steps_printed())

@@ -1,4 +1,4 @@
-"""Tests a NaN in weights or optimizer state: no checkpoint contains it, and the last good one stays.
+"""Tests a NaN in weights or optimizer state. No checkpoint may contain the NaN, and the last good checkpoint stays.
 
 The run ends with exit code 13. A NaN in a checkpoint of an earlier version is never used.
 """

@@ -1,4 +1,5 @@
-"""Tests runs that are asked to stop: they save at the current step, and resume as if nothing had happened."""
+"""Tests runs that are asked to stop. Such a run saves at the current step, and a resume gives the results of an
+undisturbed run."""
 
 import contextlib
 import json

@@ -41,7 +41,6 @@ COPIES = "parallel.distributed_optimizer=false"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Run all runs of this file, some in parallel."""
     folder = tmp_path_factory.mktemp("corruption")
     config = demo_config(folder, SECTIONS, PHASES)
 

@@ -1,5 +1,5 @@
-"""Tests damage to any file of a run folder and its checkpoints. A start must notice the damage, and repair it or refuse
-to run. `pytest -s tests/unit/test_damage_walk.py` prints each file, the damage, and the result of the start."""
+"""Tests damage to any file of a run folder and its checkpoints. A start must notice the damage, and repair the file or
+refuse to run. `pytest -s tests/unit/test_damage_walk.py` prints each file, the damage, and the result of the start."""
 
 import contextlib
 import dataclasses
@@ -34,8 +34,8 @@ UNREAD += ("console.log",)
 """Files that no start reads, or only quotes."""
 OUTPUTS = ("metrics.jsonl", "metrics_rewound.jsonl", "starts.jsonl", "goodput.jsonl")
 OUTPUTS += ("alive.json", "summary.json", "stopped.json", "lock")
-"""A start reads only what it needs from these files. A changed digit in a record is not noticed, and changes no step.
-From starts.jsonl it takes the run's id, which has a checksum."""
+"""Files that a start reads only in part. A start does not notice a changed digit in a record, which changes no step.
+From starts.jsonl, a start takes the run's id, which has a checksum."""
 
 
 def config_of(runs: Path) -> Config:
@@ -44,7 +44,6 @@ def config_of(runs: Path) -> Config:
 
 
 def write_run(runs: Path) -> Path:
-    """Write a run with checkpoints at steps 2 and 4."""
     config, folder = config_of(runs), runs / "run"
     log, run_id, _ = open_run_folder(config, Start(), single_rank(), GoodputLog(RunClock()))
     log.close(0)

@@ -27,8 +27,6 @@ RANKS_OF_MAKE = 2
 
 @dataclass(frozen=True)
 class Start:
-    """Holds a command in a page that starts a run."""
-
     page: str
     words: str
     """The arguments after the script's name."""

@@ -133,7 +133,6 @@ def test_interleaved_stages_get_whole_groups_of_micro_batches(monkeypatch: pytes
 
 
 def trained(folder: Path, phase: PhaseConfig, every_steps: int) -> dict[str, Any]:
-    """Return everything that a run of five steps writes."""
     sets = {"first": str(SAMPLE / "validation"), "second": str(SAMPLE / "train")}
     config = text_config(
         [phase],

@@ -91,8 +91,8 @@ def test_conversations_of_an_earlier_version_go_on_as_other_data_only(chats: Pat
 
 @pytest.mark.parametrize("phase", [NO_KL, DENSE], ids=lambda phase: phase.name)
 def test_the_loss_of_packed_conversations_matches_the_exported_model(chats, tmp_path, phase):
-    """transformers gets one conversation per row, with padding. Its labels are -100 except for the assistant's tokens.
-    Each conversation ends with a scored EOS, because training adds one. Queries select only some of their keys."""
+    """transformers gets one conversation per row, with padding. Labels outside the assistant's tokens are -100. As in
+    training, each conversation ends with a scored EOS. Queries select only some of their keys."""
     budgets = {"k_base": 24, "k_min": 8, "k_max": 48, "indexer_rope": True, "attention": phase.attention}
     config = config_of(chats)
     config = dataclasses.replace(

@@ -17,7 +17,6 @@ from helpers.tiny_run import tiny_run
 
 
 def run_in(folder: Path, **fields: Any) -> tuple[Run, Mock]:
-    """Return a run without a model, and its console."""
     console, model = Mock(), cast(Any, None)
     config = tiny_config([SPARSE], run={"dir": str(folder), "name": "a"})
     return tiny_run(config, model, console=console, **fields), console

@@ -114,8 +114,8 @@ ENDS = {COMPLETE: 0, INTERRUPTED: 0, STOPPED: 990, "stopped by the monitor": 990
 
 @pytest.mark.parametrize("reason", ENDS)
 def test_the_time_until_the_next_start_is_lost_except_by_the_users_choice(reason: str) -> None:
-    """The time until the next start is not lost if a complete run is made longer, or if the user stopped the run with
-    Ctrl-C. It is lost if Slurm stopped the run with SIGTERM, because the run then waits in the queue."""
+    """The time between two starts counts as lost if Slurm stopped the run with SIGTERM, because the run then waits in
+    the queue. It does not count if the user stopped the run with Ctrl-C, or made a complete run longer."""
     found = account(
         start(0, 0, 0),
         line("steps", 1, 1, first_step=1.0),

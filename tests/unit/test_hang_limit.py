@@ -54,7 +54,7 @@ def test_a_steps_limit_follows_the_slowest_of_the_recent_steps() -> None:
 
 
 def test_steps_of_another_phase_have_a_limit_of_their_own(tmp_path, monkeypatch):
-    """The steps of a new phase are of another kind. The times of earlier steps therefore do not predict their times."""
+    """Steps of a new phase do other work, so the times of earlier steps do not predict their times."""
     watched = Watched(tmp_path, monkeypatch)
     watched.steps(FEWEST_STEPS + 1)
     assert watched.watch._limit.seconds == LEAST_SECONDS

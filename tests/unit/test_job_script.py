@@ -88,8 +88,9 @@ def test_a_job_comes_back_where_that_helps(job, srun, state, code, requeued):
 
 @pytest.mark.parametrize("code", [13, 75])
 def test_the_stop_that_a_submission_goes_on_from_is_not_its_own(job: Job, code: int) -> None:
-    """After a stop by the monitor, monitor_stop.json remains until a later start opens the run folder. If a start ends
-    before it opens the folder, the job is requeued, unless the exit code is 13 (stopped by the monitor)."""
+    """After a stop by the monitor, monitor_stop.json remains until a later start opens the run folder. A start that
+    ends before it opens the folder is requeued in spite of this file, unless its exit code is 13 (stopped by the
+    monitor)."""
     (job.run_dir / "monitor_stop.json").touch()
     assert job.start(SAVE + END.format(code) + "exit 1").wait(60) == (13 if code == 13 else 1)
     assert job.requeued is (code != 13)
@@ -103,8 +104,8 @@ BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 @pytest.mark.parametrize("progress", ["", SAVE])
 def test_a_bad_device_sends_another_job_without_its_node(job, progress, excluded, exclude, monkeypatch):
     """If a start finds a bad device, a new job is submitted, even if the start wrote no checkpoint. Later jobs of the
-    chain wait for the new job. The new job's --exclude overrides the script's, so it must repeat the nodes that the
-    script excludes."""
+    chain of jobs wait for the new job. The new job's --exclude overrides the script's, so it must repeat the nodes that
+    the script excludes."""
     monkeypatch.setenv("WAITING", "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n")
     monkeypatch.setenv("USER", "someone")
     monkeypatch.setenv("EXCLUDED", excluded)

@@ -1,4 +1,5 @@
-"""Tests the cache of compiled kernels: processes share it, its kernels are complete, and a full disk ends no run."""
+"""Tests the cache of compiled kernels. Processes share the cache, its kernels are complete, and a full disk ends no
+run."""
 
 import errno
 import os

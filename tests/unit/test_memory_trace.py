@@ -31,7 +31,7 @@ PP_2, PP_4, TP_4 = "parallel.pipeline=2", "parallel.pipeline=4", "parallel.tenso
 TWO_MICRO_BATCHES = ["train.micro_batch_size=1", "train.global_batch_size=2"]
 CONTEXT_4 = [*TWO_MICRO_BATCHES, "parallel.context=4"]
 SHORT = ["train.micro_batch_size=2"]
-"""Four micro-batches, the most that a first stage of 4, or the last stage of two chunks, has in flight."""
+"""Four micro-batches: the most in flight on the first of 4 pipeline stages, or on the last stage of two chunks."""
 EIGHT = "train.global_batch_size=16"
 ONE_MICRO_BATCH = "train.global_batch_size=4"
 """One micro-batch. Cases with two test the second one with what the first one left in memory."""
@@ -83,8 +83,8 @@ experts in every other layer, first stage of 2 | STANDARD 0/4 SPARSE |
     TWO_MICRO_BATCHES parallel.context=2 parallel.tensor=2 PP_2 model.num_layers=4
 64K tokens, first stage of 2 | GSA 0/2 SPARSE | LONG parallel.pipeline=2
 """
-"""Columns: name; config, rank/ranks and phase; overrides, or names of lists of overrides. By default there are two
-layers and two micro-batches."""
+"""Cases to trace. Columns: name; config, rank/ranks and phase; overrides, or names of lists of overrides. By default a
+model has two layers, and a step has two micro-batches."""
 Traced = tuple[str, list[str], int, int, int]
 
 
@@ -247,9 +247,9 @@ def test_no_launch_in_segments_takes_more_than_is_counted():
 
 
 def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
-    """If several programs share a key list, each of them stores partial gradients of its own (a segment). The backward
-    pass frees the segments before it allocates the gradients of k and v. Segments therefore need additional memory only
-    if they are larger than these gradients, which take 512 bytes per token here (one bf16 head of size 128)."""
+    """If several programs share a key list, each stores partial gradients of its own (a segment). The backward pass
+    frees the segments before it allocates the gradients of k and v. Segments therefore need additional memory only if
+    they are larger than the gradients. Here these gradients take 512 bytes per token (one bf16 head of size 128)."""
     lengths, counted = (4096, 32768, 131072), {}
     for segments in (limits.segments_bytes, lambda *_: 0):
         monkeypatch.setattr(limits, "segments_bytes", segments)

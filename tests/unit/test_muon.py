@@ -59,8 +59,6 @@ def matrices_of(name: str, weight: torch.Tensor, config: Config) -> Iterator[tor
 
 
 class StraightLine:
-    """Trains one parameter in fp64."""
-
     def __init__(self, name: str, weight: torch.Tensor, config: Config) -> None:
         self.weight, self.matrices = weight.double(), list(matrices_of(name, weight, config))
         self.first, self.second = torch.zeros_like(self.weight), torch.zeros_like(self.weight)

@@ -169,9 +169,9 @@ def test_the_update_norm_matches_the_change_in_the_weights(name: str, precision:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["no overlap", "overlap"])
 def test_closed_optimizer_is_freed(overlap: bool, precision: str, sharded: bool) -> None:
-    """The optimizer's DDP wrapper is part of a reference cycle through autograd, where Python's garbage collector
-    cannot see it. `close_optimizer` breaks the cycle, so the wrapper is freed even if a module keeps an activation. A
-    kept activation or closed optimizer must not change the gradient norms of later phases."""
+    """The optimizer's DDP wrapper is part of a reference cycle through autograd, which Python's garbage collector
+    cannot see. `close_optimizer` breaks the cycle, so the wrapper is freed even if a module keeps an activation. A kept
+    activation or closed optimizer must not change the gradient norms of later phases."""
     parallel = {"distributed_optimizer": sharded, "overlap_grad_reduce": overlap}
     parallel["overlap_param_gather"] = overlap and sharded
     config = tiny_config([WARM_UP, DENSE, SPARSE], train={"precision": precision}, parallel=parallel)

@@ -41,7 +41,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(written: Path, tmp_path: Path) -> Config:
-    """Return the config of a run that has these checkpoints."""
     shutil.copytree(written, tmp_path / "run" / "checkpoints")
     logging = {"wandb": "disabled", "tensorboard": False}
     return tiny_config([SPARSE], run={"dir": str(tmp_path), "name": "run"}, logging=logging)

@@ -15,16 +15,25 @@ from gsa_train.reliability.monitor.spikes import FOLLOWS_STEPS, SpikeDetector, r
 ROBUST = MonitorConfig()
 LOSS, NORM = 0, 1
 CLEAN = Path(__file__).parent / "clean_traces.npz"
-"""Runs without faults, fp32 [steps, (loss, gradient norm)] from the first step of a phase on. `demo` is demo.yaml at
-128 tokens. The others have 1 or 2 layers of width 64 and small, noisy batches of sequences of 64 tokens: `dense`
-attention; `small`, sparse with a constant rate; `hot`, with a rate of 0.01; `indexer`, a warm-up; `packed`, one layer
-on data.packing=best_fit; `books`, packed, mostly RustBooks; `python_only`, packed, nearly without them; `unclipped`,
-packed, train.grad_clip=100. Four use text of a developer machine (C, Perl, C++, JSON, tables, licences): `mixed` and
-`mixed_packed` in pieces of 4000 characters, `machine` and `filled` in pieces of up to 200,000, so that a lane reads one
-document for hundreds of steps. The rule's constants were chosen on the first six, `machine` and `mixed`."""
+"""Runs without faults, fp32 [steps, (loss, gradient norm)] from the first step of a phase on:
+
+    demo                   demo.yaml at 128 tokens
+    dense                  dense attention
+    small, hot             sparse attention with a constant learning rate; hot: 0.01
+    indexer                warm-up of the indexer
+    packed                 one layer, data.packing=best_fit
+    books, python_only     packed, mostly RustBooks; packed, nearly without RustBooks
+    unclipped              packed, train.grad_clip=100
+    mixed, mixed_packed    text of a developer machine in documents of 4000 characters
+    machine, filled        the same text in documents of up to 200,000 characters, each read for hundreds of steps
+
+All runs except `demo` have 1 or 2 layers of width 64, and small, noisy batches of sequences of 64 tokens. The text of
+the developer machine is C, Perl, C++, JSON, tables and licences. The constants of the spike rule were chosen on the
+first six runs, `machine` and `mixed`."""
 ALARMS = {"filled": [*range(1841, 1855, 2)], "unclipped": [1535]}
-"""Flagged steps, from 0. In `filled` every second batch has four documents of one kind, 3 nats above the others. In
-`unclipped` a loss is 1.6 nats above the usual, and a norm 3.9 times the usual."""
+"""Steps (from 0) that are flagged although the run has no fault. In `filled` every second batch has four documents of
+one kind, whose loss is 3 nats above the others. In `unclipped` a loss is 1.6 nats above the usual, and a norm 3.9 times
+the usual."""
 
 
 @cache

@@ -1,5 +1,5 @@
-"""Tests that the loss of a step is the mean over its scored tokens, however the batch is divided, and that this mean is
-logged. tests/gpu/test_graphs_on_gpu.py tests CUDA graphs."""
+"""Tests that the loss of a step, as used and as logged, is the mean over the step's scored tokens, however the batch is
+divided. tests/gpu/test_graphs_on_gpu.py tests CUDA graphs."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -73,8 +73,8 @@ def test_gradient_matches_the_mean_loss_over_scored_tokens() -> None:
 @BOTH
 @pytest.mark.parametrize("moe", [{}, {**EXPERTS, "balance_coeff": 0.5}], ids=["dense", "experts"])
 def test_loss_and_gradients_do_not_depend_on_the_micro_batch_size(phase: PhaseConfig, moe: dict) -> None:
-    """The schedule divides its loss in place, so the logged loss must be another tensor. The losses of routers must
-    also be means over all tokens of the step."""
+    """megatron-core's schedule divides its loss in place, so the logged loss must be another tensor. The losses of
+    routers must also be means over all tokens of the step."""
     found, loads = [], torch.arange(8) / 28
     for size in (1, 2, 4):
         config = tiny_config(moe=moe, train={"micro_batch_size": size})
@@ -185,9 +185,9 @@ CASES: dict[str, tuple[PhaseConfig, dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_matches_the_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With graphs, losses and weights have the same bits as without graphs. This also holds if routers count tokens in
-    each pass and change their biases after each step. If the gradient reduction overlaps with the backward pass, the
-    last micro-batch of a step runs without a graph. Each sample of queries for the indexer loss has its own graph."""
+    """With CUDA graphs, losses and weights have the same bits as without graphs, also if routers count tokens in each
+    pass and change their biases after each step. If the gradient reduction overlaps with the backward pass, the last
+    micro-batch of a step runs without a graph. Each sample of queries for the indexer loss has its own graph."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     phase, sections, across = CASES[name]
     config, graph = tiny_config(**sections, train={"qk_clip": 5.0}), CalledAgain()

@@ -60,8 +60,8 @@ def test_training_time_counts_each_step_with_the_median_of_its_phase() -> None:
 
 @pytest.fixture
 def compared(tmp_path: Path) -> Study:
-    """Create a study with falling losses. A step takes 1 s in arm one, and 2 s in arm two. Arm two has an unfinished
-    run."""
+    """Create a study of two arms (configs) with falling losses. A step takes 1 s in arm one, and 2 s in arm two. Arm
+    two has an unfinished run."""
     metrics = [
         {"key": "loss", "at_tokens": [5 * TOKENS_A_STEP]},
         {"key": "loss", "equal_time": True, "reaches": "one"},

@@ -1,6 +1,6 @@
-"""Tests tasks that are scored between training steps. For any number of data-parallel ranks, their log-likelihoods must
-equal the results of separate forward passes. Tasks must not change training steps, and must keep within their share of
-the time. If a run stops during its tasks, it must score them after the next start."""
+"""Tests evaluation tasks that are scored between training steps. For any number of data-parallel ranks, the
+log-likelihoods must equal the results of separate forward passes. Tasks must not change training steps, and must keep
+within their share of the time. If a run stops during its tasks, the next start must score them."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
-"""Tests three warnings of a run: a large model trains on CPUs, documents are so short that queries attend to all keys,
-and indexers select no better than at random. The third warning comes once per phase, and not while the indexer still
+"""Tests three warnings of a run: a large model trains on CPUs; documents are so short that queries attend to all keys;
+indexers select no better than at random. The third warning comes once per phase, but not while the indexer still
 learns."""
 
 import dataclasses

@@ -21,7 +21,6 @@ DECAY = 0.8
 
 
 def weights_and_averages(optimizer: PhaseOptimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Copy the fp32 weights and their averages."""
     states = [each for updater in optimizer.updaters for each in updater.state.items()]
     averages = [state[WEIGHT_AVERAGE].clone() for _, state in states if WEIGHT_AVERAGE in state]
     return [weight.detach().clone() for weight, _ in states], averages

@@ -216,8 +216,8 @@ def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some errors are found only while weights are loaded, for example if the fp32 weights are from another model. Then
-    no run folder remains. If a run folder cannot be created, the start reports this before it loads anything."""
+    """Some errors are found only while weights are loaded, for example fp32 weights of another model. After such an
+    error no run folder remains. If a run folder cannot be created, the start reports this before it loads anything."""
     config = tiny_config([SPARSE], train=BF16, run={"dir": str(tmp_path / "runs"), "name": "new"})
     checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())

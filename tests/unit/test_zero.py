@@ -1,5 +1,6 @@
-"""Tests steps of DeepSpeed's ZeRO in one process. They must equal the steps of megatron-core, and a skipped step must
-change nothing. After training, a plain model must remain. tests/distributed/test_many_layouts.py uses several ranks."""
+"""Tests steps of DeepSpeed's ZeRO in one process. The steps must equal the steps of megatron-core, and a skipped step
+must change nothing. After training, a plain model must remain. tests/distributed/test_many_layouts.py tests several
+ranks."""
 
 import dataclasses
 import gc
@@ -98,7 +99,6 @@ def test_it_trains_as_megatron_does_and_leaves_a_plain_model() -> None:
 def numbers_of(
     action: str, model: Model, optimizer: PhaseOptimizer, config: Config, seed: int
 ) -> list[float]:
-    """Return the results of a training step, a validation, or tasks."""
     batches, blocks = random_batches(config, seed), random_blocks(config, seed)
     if "step" in action:
         result = take_step(model, optimizer, batches, config, 3e-3, seed, measures="measured" in action)

@@ -37,7 +37,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def trained(path: Path, **flags: Any) -> Tokenizer:
-    """Train a tokenizer on this project's own pages."""
     text = (REPOSITORY / "docs" / "concepts.md").read_text().splitlines()
     lines = [line for line in text if line.strip()]
     file = io.BytesIO()

@@ -85,7 +85,6 @@ def test_in_bf16_the_error_matches_training(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gsa(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Create a GSA model's checkpoint and its folder for transformers."""
     folder = tmp_path_factory.mktemp("gsa")
     config = config_of("GSA")
     checkpoint = save(evaluated_model(config), config, folder / "run" / "checkpoints")

@@ -130,7 +130,7 @@ def test_samples_are_of_head_middle_and_tail(tmp_path: Path) -> None:
 
 def test_samples_of_many_shards_do_not_wait_for_one_another(tmp_path, monkeypatch):
     """On a network file system, opening a file takes milliseconds, so files are opened in parallel. In this test each
-    opening waits for another one. If the files were opened one after another, the test would fail."""
+    opening waits until another one has begun. If the files were opened one after another, the test would fail."""
     for number in range(64):
         (tmp_path / f"{number}.jsonl").write_bytes(bytes(4 * SAMPLE_BYTES + number))
     corpus, plain_open, two_are_opened = open_corpus(str(tmp_path)), open, threading.Barrier(2)

@@ -1,5 +1,5 @@
-"""Tests shards in Parquet, and in JSON lines that are plain or compressed by gzip or zstd. One folder, at any fsspec
-address, may mix these formats."""
+"""Tests shards in Parquet, and in JSON lines that are plain or compressed by gzip or zstd. A folder, which may be at
+any fsspec address, may mix these formats."""
 
 import gzip
 import io

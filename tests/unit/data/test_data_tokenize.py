@@ -27,7 +27,7 @@ def trained(path: Path, **options: Any) -> str:
 
 
 def round_trip(each: Tokenizer, text: str) -> np.ndarray:
-    """Check what must hold for all tokenizers, and return the tokens of `text`. An EOS that is spelled in the text is
+    """Check what must hold for all tokenizers, and return the tokens of `text`. If the text spells the EOS, it must be
     encoded as ordinary text, not as the EOS token."""
     tokens = each.encode(text)
     assert tokens.dtype == np.int32

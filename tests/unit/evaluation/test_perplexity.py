@@ -47,7 +47,6 @@ BLOCKS = 5
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    """Create a GSA model, its config and its run's folder."""
     config = evaluated_config(evaluate={"max_blocks": BLOCKS})
     model = evaluated_model(config)
     return model, config, save_run(model, config, tmp_path_factory.mktemp("runs") / "run")

@@ -1,5 +1,5 @@
-"""Tests linear layers in FP8 with the reference's products, which no run uses. The kernels: tests/kernels/test_fp8.py
-and tests/gpu/test_fp8_on_gpu.py; tensor parallelism: tests/distributed/test_fp8_tensor_parallel.py."""
+"""Tests FP8 linear layers with the reference products, which only tests use. tests/kernels/test_fp8.py and
+tests/gpu/test_fp8_on_gpu.py test the kernels. tests/distributed/test_fp8_tensor_parallel.py tests two ranks."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_outputs_and_gradients_have_the_error_of_rounded_operands(accumulates: b
 
 
 def test_the_reduction_of_the_input_gradient_waits_for_no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collectives of a group run in their order. If the input were gathered after the reduce-scatter, the product
-    of the weight's gradient would wait for both."""
+    """Collectives of one group run in the order of their calls. If the backward pass gathered the input after the
+    reduce-scatter of the input's gradient, the product of the weight's gradient would wait for both collectives."""
     calls: list[str] = []
 
     def call(name: str, collective: Any, *arguments: Any, **options: Any) -> Any:

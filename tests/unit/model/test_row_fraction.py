@@ -103,7 +103,6 @@ def test_the_mean_over_all_draws_is_the_gradient_of_all_rows() -> None:
 
 
 def _draw_of(step: int) -> int:
-    """Return the first micro-batch's draw of rank 0."""
     return zlib.crc32(f"{config_with(0.5).run.seed} {step} 0".encode())
 
 
