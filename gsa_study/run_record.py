@@ -1,5 +1,5 @@
-"""Define the data of a run that tables and figures need. The data come from the run's local folder, or from the record
-in docs/results."""
+"""Define the run data that tables and figures need. The data come from the run's local folder, or from its record in
+docs/results."""
 
 from __future__ import annotations
 

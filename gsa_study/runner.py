@@ -67,9 +67,8 @@ class StudyRunner:
                 signal.signal(number, handler)
 
     def _start_all(self) -> bool:
-        """Start the jobs that can start now. Return True if the next job must wait, because another process still
-        writes its run folder. This happens after a study was killed: its runs still save a checkpoint before they
-        end."""
+        """Start the jobs that can start now. Return True if the next job must wait because another process is still
+        writing to the job's run folder. For example, a killed study's runs save a checkpoint before they end."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
             job = next_job(self.due, [each.job for each in self._running], free)

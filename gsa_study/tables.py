@@ -191,9 +191,9 @@ FORMULA = tuple("=+-@\t\r")
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Write CSV. A text that begins with a character such as `=` gets an apostrophe in front, because a spreadsheet
-    would take it for a formula. Spreadsheets do not show the apostrophe. A run folder may have such a text, for example
-    as the name of a device."""
+    """Write CSV. If a cell's text begins with a character such as `=`, a spreadsheet would take the text for a formula.
+    Such a cell therefore gets a leading apostrophe. Text from a run folder, for example a device name, may begin with
+    such a character."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_cell(each) for each in row] for row in rows)
     return text.getvalue()

@@ -1,4 +1,4 @@
-"""Tests that the notebooks of examples/ run from the first cell to the last, and show what their text says."""
+"""Tests that the notebooks in examples/ run from first to last cell, and that their results match the text."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Compares FP8 linear layers on a CUDA device with the definition of their products, and their training with bf16.
-tests/kernels/test_fp8.py tests the quantizing kernel, and test_graphs_on_gpu.py tests graphs."""
+"""Compares FP8 operations on a CUDA device with reference code, and FP8 training with bf16 training.
+tests/kernels/test_fp8.py tests the quantizing kernel, and test_graphs_on_gpu.py tests FP8 in CUDA graphs."""
 
 import pytest
 import torch

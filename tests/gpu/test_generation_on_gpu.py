@@ -14,8 +14,8 @@ from helpers.generation_models import MODELS, PROMPTS, by_transformers, make_mod
 @pytest.mark.parametrize("name", list(MODELS))
 def test_graphs_give_the_tokens_of_transformers(name: str) -> None:
     """The expected tokens come from transformers, which computes in fp32 with plain torch. If the batch size changes,
-    the generator captures its graphs again. In fp32, a decoder uses our kernels for matrix products with few rows only
-    if `products="rows"`."""
+    the generator captures its graphs again. The option `products="rows"` makes an fp32 decoder use our kernels for
+    matrix products with few rows."""
     model = make_model(name).cuda()
     wanted = by_transformers(model, 30)
     if name != "dense":

@@ -1,7 +1,7 @@
-"""Injects faults into one rank of a training run by patches in its process, without changes to `launch/pretrain.py`.
+"""Injects faults into one rank of a training run by patching its process, without changes to `launch/pretrain.py`.
 
 The faults are given in JSON, which maps the name of each fault to its arguments. Steps count from 1. In the list,
-"before that step" means before the batch of the step is trained:
+"before that step" means before the step trains on its batch:
 
     random_tokens: [[first, last], ...]     the corpus has uniformly random tokens where these steps read it
     nan_in: [step, rank, place]             one element at a place of NAN_PLACES is NaN after the step's update, or one

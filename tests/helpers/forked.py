@@ -200,8 +200,8 @@ class ForkedAgent:
 
 
 def kill_unless_over(process: ForkServerProcess) -> None:
-    """Kill a process, unless it has ended. The server reaps ended children at once, so that another process may already
-    have the id of an ended child."""
+    """Kill a process, unless it has ended. The server reaps ended children at once, so another process may already have
+    the id of an ended child."""
     if process.exitcode is None:  # multiprocessing does not check by itself
         process.kill()
 

@@ -1,6 +1,6 @@
 """Compares FP8 linear layers of two tensor-parallel ranks with one rank's: `fp8_ranks.py OUT` on two ranks.
 
-OUT gets the largest relative difference of each result. The layers compute in fp32, so that only FP8 rounds visibly.
+OUT gets the largest relative difference of each result. Layers compute in fp32, so FP8 causes all visible rounding.
 """
 
 import json

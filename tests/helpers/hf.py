@@ -65,8 +65,8 @@ def tiny_model(name: str = "gsa", seed: int = 0, attention: str = "eager", **cha
 
 
 def distinct_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Draw tokens, int64 [rows, length], so that no token repeats in a row. If a token repeated, its keys in the first
-    layer would have equal scores, and rounding would decide which of these keys is selected."""
+    """Draw tokens, int64 [rows, length], so that no row contains a token twice. The first layer's keys of a repeated
+    token would have equal scores, and rounding would decide which of these keys is selected."""
     generator = torch.Generator().manual_seed(seed)
     draws = [1 + torch.randperm(SIZES["vocab_size"] - 1, generator=generator)[:length] for _ in range(rows)]
     return torch.stack(draws)
@@ -83,8 +83,8 @@ def padded(length: int, pads: int, rows: int = 2) -> tuple[torch.Tensor, torch.T
 def losses_and_gradients(
     model: GSAForCausalLM, tokens: torch.Tensor, mask: torch.Tensor
 ) -> list[dict[str, torch.Tensor]]:
-    """Return a dict of eager attention and a dict of the kernels, each with the indexer loss, the loss and the
-    gradients by parameter. The first token after left padding is not a label, because its prediction comes from a
+    """Return two dicts, one from eager attention and one from the kernels. Each dict has the indexer loss, the loss and
+    all parameters' gradients. The first token after left padding is not a label, because its prediction comes from a
     padding position, whose output is arbitrary."""
     labels = tokens.masked_fill((mask == 0) | (mask.roll(1, dims=1) == 0), -100)
     found = []

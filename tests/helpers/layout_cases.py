@@ -196,9 +196,9 @@ ONE_SMALL_INDEXER = {
 
 @dataclass(frozen=True)
 class Reshard:
-    """Says which layout writes a checkpoint (`writer`) and which layouts continue from it (`readers`). The writer
-    itself trains on, and all readers must get the writer's numbers. A reader in the writer's layout must get the same
-    bits. The first reader also tries to load a damaged copy before it loads the checkpoint."""
+    """Says which layout writes a checkpoint (`writer`) and which layouts continue from the checkpoint (`readers`). The
+    writer also continues training, and all readers must get the writer's numbers. A reader in the writer's layout must
+    get identical bits. Before the first reader loads the checkpoint, this reader tries to load a damaged copy."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]

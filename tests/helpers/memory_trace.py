@@ -3,8 +3,8 @@
 The step runs on tensors without contents (FakeTensorMode), in a process group that sends nothing. Therefore a CPU can
 trace a model of any size, and any rank of any layout. It can also trace one layer's key selection alone, for some
 queries. The traced code is the code that runs on a GPU, with two exceptions: fused kernels are not launched, and
-`_as_on_a_gpu` replaces what differs between GPUs and CPUs. A storage counts while it exists. Its size is rounded up to
-the CUDA allocator's blocks of 512 bytes.
+`_as_on_a_gpu` replaces what differs between GPUs and CPUs. The memory is the sum of all living storages, each rounded
+up to the CUDA allocator's 512-byte blocks.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def _no_counts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _longest_lists(most: int) -> Callable[..., CountedKeys]:
-    """Return a replacement for `triton_build.count_keys`. For each tile of queries it returns the largest possible
-    number of keys: the number of causal keys of the tile, but at most `most`."""
+    """Return a replacement for `triton_build.count_keys`. For each query tile, the replacement returns the largest
+    possible number of keys: the tile's number of causal keys, capped at `most`."""
     count_keys = triton_build.count_keys
 
     def count(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:

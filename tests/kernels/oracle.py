@@ -217,11 +217,11 @@ def _rotate(x: torch.Tensor, position: int, o: LayerOptions) -> torch.Tensor:
 
 
 def _rate(i: int, channels: int, o: LayerOptions) -> float:
-    """Return the angle of the i-th pair per position.
+    """Return the rotation rate (angle per position) of the i-th channel pair.
 
-    For each of `beta_fast` and `beta_slow`, YaRN finds the channel pair whose angle makes this number of turns over the
-    original length. It rounds the index of the `beta_fast` pair down, and the index of the `beta_slow` pair up. Between
-    these two pairs the rate falls linearly, from its original value to this value divided by `factor`.
+    YaRN computes the index of the pair that makes `beta_fast` turns over the original length, and rounds the index
+    down. It does the same for `beta_slow`, but rounds up. Between these two pairs, the ratio of the returned rate to
+    the original rate falls linearly from 1 to 1 / `factor`.
     """
     rate: float = o.rope_base ** (-2 * i / channels)
     if o.yarn is None:

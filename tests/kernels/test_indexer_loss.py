@@ -62,9 +62,9 @@ def cut(monkeypatch: pytest.MonkeyPatch, blocks: Blocks | None, chunk_bytes: int
     one_chunk=[True, False],
 )
 def test_value_and_gradients(device: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cases in bf16 run with the block sizes of the bf16 kernels. The other cases are in fp32, where more digits can be
-    compared. In some cases only a sample of the queries has a loss. Samples consist of whole stretches of
-    `STRETCH_ROWS` queries, out of three or more."""
+    """The bf16 cases use the bf16 kernels' block sizes. The other cases use fp32, where more digits can be compared. In
+    some cases only a sample of the queries has a loss. These cases have at least three stretches of `STRETCH_ROWS`
+    queries, and a sample consists of whole stretches."""
     form, *options = case["attended"].split(", ")
     bf16 = case["kernels"] == "bf16"
     cut(monkeypatch, SMALL if case["kernels"] == "small" else None, None if case["one_chunk"] else 1)

@@ -1,8 +1,8 @@
 """Tests NaN and infinities in the indexer's inputs, on a CUDA device or in the patched interpreter.
 
-A row is a query. A row with a NaN among its inputs has the variance NaN and the KL NaN, and selects `k_base` causal
-keys. All other rows keep the bits of their results. Only with key lists, which the rows of a tile share, their KL may
-change by rounding.
+A row is a query. If a row's inputs include a NaN, its variance and KL are NaN, and the row selects `k_base` causal
+keys. All other rows keep the bits of their results. With key lists, however, rounding may change their KL, because the
+rows of a tile share a list.
 """
 
 import dataclasses

@@ -78,9 +78,9 @@ def killed_in_a_write(run: Run, only_rank: int | None = None) -> Kill:
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> list[Kill]:
-    """Kill five starts of a run, and let the sixth start complete it. The run saves at steps 5, 10 and 15, and the
-    warm-up ends at step 10. The second and the fourth start run under torchrun. In the fourth start only one rank is
-    killed, and torchrun ends the other rank."""
+    """Launch a run six times. The first five launches are killed, and the sixth completes the run. The run saves every
+    5 steps, and the warm-up ends at step 10. The second and fourth launches use torchrun. In the fourth launch only one
+    rank is killed, and torchrun ends the other rank."""
     run_dir = tmp_path_factory.mktemp("killed")
     in_warm_up = kill_and_look(start_until(run_dir, 7, saved=5))
     during_write = killed_in_a_write(start_until(run_dir, 11, agent=True, held_write=[10, 1]))

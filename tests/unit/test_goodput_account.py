@@ -33,9 +33,9 @@ def lost(found: Account) -> dict[str, float]:
 
 
 def killed_and_resumed() -> list[Line]:
-    """Return the log of two processes of a run. The first process was killed at second 1050, in step 22. The last
-    progress of its main thread was at second 1046. It had logged step 20 and saved step 15. The second process begins
-    at second 1060 and continues after step 15."""
+    """Return the log of two processes of a run. The first process saved step 15 and logged step 20. Its main thread
+    made its last progress at second 1046. The process was killed at second 1050, in step 22. The second process began
+    at second 1060 and continued after step 15."""
     first, second = {"import": 5.0}, {"import": 4.0, "checkpoint": 2.0}
     return [
         start(1000, 1005, 0, **first),
@@ -114,8 +114,8 @@ ENDS = {COMPLETE: 0, INTERRUPTED: 0, STOPPED: 990, "stopped by the monitor": 990
 
 @pytest.mark.parametrize("reason", ENDS)
 def test_the_time_until_the_next_start_is_lost_except_by_the_users_choice(reason: str) -> None:
-    """The time between two starts counts as lost if Slurm stopped the run with SIGTERM, because the run then waits in
-    the queue. It does not count if the user stopped the run with Ctrl-C, or made a complete run longer."""
+    """If Slurm stopped the run with SIGTERM, the time until the next start counts as lost, because the run waits in the
+    queue. The time does not count if the user pressed Ctrl-C, or extended a complete run."""
     found = account(
         start(0, 0, 0),
         line("steps", 1, 1, first_step=1.0),

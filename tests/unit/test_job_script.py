@@ -103,9 +103,9 @@ BAD = 'printf "n3\nn1\n" > "$GSA_SUBMISSION/bad_nodes"; '
 @pytest.mark.parametrize(("excluded", "exclude"), [("(null)", "n1,n3"), ("n[7-9]", "n[7-9],n1,n3")])
 @pytest.mark.parametrize("progress", ["", SAVE])
 def test_a_bad_device_sends_another_job_without_its_node(job, progress, excluded, exclude, monkeypatch):
-    """If a start finds a bad device, a new job is submitted, even if the start wrote no checkpoint. Later jobs of the
-    chain of jobs wait for the new job. The new job's --exclude overrides the script's, so it must repeat the nodes that
-    the script excludes."""
+    """A job that finds a bad device submits a new job, even if it wrote no checkpoint. Later jobs in the chain wait for
+    the new job. The new job's --exclude overrides the script's option, so the new option must repeat the nodes
+    that the old job excluded."""
     monkeypatch.setenv("WAITING", "9 afterany:7(unfulfilled)\n10 afterany:77(unfulfilled)\n8 (null)\n")
     monkeypatch.setenv("USER", "someone")
     monkeypatch.setenv("EXCLUDED", excluded)

@@ -247,9 +247,9 @@ def test_no_launch_in_segments_takes_more_than_is_counted():
 
 
 def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
-    """If several programs share a key list, each stores partial gradients of its own (a segment). The backward pass
-    frees the segments before it allocates the gradients of k and v. Segments therefore need additional memory only if
-    they are larger than the gradients. Here these gradients take 512 bytes per token (one bf16 head of size 128)."""
+    """If several programs share a key list, each stores its own partial gradients (a segment). The backward pass
+    frees the segments before it allocates the gradients of k and v. Segments therefore need extra memory only if
+    they are larger than the gradients, here 512 bytes per token (k and v of one bf16 head of size 128)."""
     lengths, counted = (4096, 32768, 131072), {}
     for segments in (limits.segments_bytes, lambda *_: 0):
         monkeypatch.setattr(limits, "segments_bytes", segments)

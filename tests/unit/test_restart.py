@@ -50,8 +50,8 @@ def test_only_what_the_same_job_began_is_restarted(opened_by, variables, expecte
 @pytest.mark.parametrize("started", [(90.0, 120.0), (120.0, 90.0), (110.0, 120.0)])
 def test_jobs_of_one_name_are_told_by_their_launchers(started, tmp_path, environment):
     """Without --rdzv-id, jobs that run torchrun on several nodes have no distinct ids, so start times must identify a
-    job. In this test a first start opened the run folder at second 100. If torchrun began before second 100 on any
-    node, a later start is a restart of the same job."""
+    job. In this test, a job opened the run folder at second 100. A later start belongs to the same job if its torchrun
+    began before second 100 on any node."""
     single_rank()
     for name, value in NAMELESS.items():
         environment.setenv(name, value)

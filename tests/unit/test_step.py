@@ -185,9 +185,9 @@ CASES: dict[str, tuple[PhaseConfig, dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_matches_the_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With CUDA graphs, losses and weights have the same bits as without graphs, also if routers count tokens in each
-    pass and change their biases after each step. If the gradient reduction overlaps with the backward pass, the last
-    micro-batch of a step runs without a graph. Each sample of queries for the indexer loss has its own graph."""
+    """CUDA graphs change no bit of losses and weights, even if routers count tokens in each pass and change their
+    biases after each step. If the gradient reduction overlaps with the backward pass, the last micro-batch of a step
+    runs without a graph. Each sample of queries for the indexer loss has its own graph."""
     monkeypatch.setattr(sampling, "STRETCH_ROWS", 4)
     phase, sections, across = CASES[name]
     config, graph = tiny_config(**sections, train={"qk_clip": 5.0}), CalledAgain()

@@ -1,7 +1,7 @@
-"""Compute attention over vLLM's KV-cache pages by the kernels of gsa_kernels, on a GPU or in Triton's interpreter.
+"""Compute attention over vLLM's KV-cache pages with gsa_kernels, on a GPU or in Triton's interpreter.
 
-Each step of vLLM processes tokens of several requests. The requests that decode come first in a step, and share their
-kernel launches. For each other request, this module gathers the keys and runs the training kernels. In shapes, B is the
+Each vLLM step processes tokens of several requests. Decoding requests come first in a step and share kernel launches.
+For each of the remaining requests, this module gathers the keys and runs the training kernels. In shapes, B is the
 number of decoding requests. pages.py defines the other letters.
 """
 

@@ -50,7 +50,7 @@ def test_a_preempted_request_gets_the_same_tokens(paper: str) -> None:
 
 
 def test_tokens_differ_without_selection(paper: str) -> None:
-    """If vLLM attends to all keys, its tokens differ, so the tests of equal tokens would notice a missing selection."""
+    """Attention to all keys changes vLLM's tokens, so comparing tokens to transformers reveals a missing selection."""
     with engine(paper, hf_overrides={"dense_below": 10_000}) as llm:
         outputs = by_vllm(llm, MIXED_LENGTHS)
     wanted = by_transformers(paper, MIXED_LENGTHS)[0]

@@ -125,7 +125,7 @@ def test_restored_shards_are_done_again(tokenizer, tmp_path):
 
 
 def test_a_full_disk_and_ctrl_c_are_said_in_a_line(tmp_path, monkeypatch, capsys):
-    """The error must name --out, because the system's message names no file and the text may be on a different disk."""
+    """The error must name --out: the system's message names no file, so the user cannot tell which disk is full."""
     command = ["tokenizer", "--shards", str(tmp_path), "--out", str(tmp_path / "a.model")]
     full = OSError(errno.ENOSPC, "No space left on device")
     said = f"--out {tmp_path}/a.model: [Errno 28] No space left on device; make room there, or give another --out"

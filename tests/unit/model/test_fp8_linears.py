@@ -1,4 +1,4 @@
-"""Tests FP8 linear layers with the reference products, which only tests use. tests/kernels/test_fp8.py and
+"""Tests FP8 linear layers on CPUs, where reference code computes the products. tests/kernels/test_fp8.py and
 tests/gpu/test_fp8_on_gpu.py test the kernels. tests/distributed/test_fp8_tensor_parallel.py tests two ranks."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round in fp64 to the grid of a format: 3 or 2 bits after the leading one, above the smallest exponent."""
+    """Quantize to an FP8 format and back, in fp64. E4M3 has 3 mantissa bits, and E5M2 has 2. Both have subnormals."""
     limit, bits, lowest = (448.0, 3, -6) if dtype == E4M3 else (57344.0, 2, -14)
     x = x.double()
     scaled = x * (limit / x.abs().max())
@@ -86,8 +86,8 @@ def test_outputs_and_gradients_have_the_error_of_rounded_operands(accumulates: b
 
 
 def test_the_reduction_of_the_input_gradient_waits_for_no_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives of one group run in the order of their calls. If the backward pass gathered the input after the
-    reduce-scatter of the input's gradient, the product of the weight's gradient would wait for both collectives."""
+    """Collectives of one group run in the order of their calls. If the backward pass gathered the input after it
+    reduce-scattered the input gradient, computing the weight gradient would have to wait for both collectives."""
     calls: list[str] = []
 
     def call(name: str, collective: Any, *arguments: Any, **options: Any) -> Any:
