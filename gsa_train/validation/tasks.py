@@ -2,7 +2,7 @@
 
 Requests are packed into sequences of the training length. Each request is a document that sees no other document. As in
 validation, the sequences are divided among the data-parallel replicas, and every rank takes part. The scores equal
-those of a single-rank run. The training state does not change.
+a single rank's scores. The training state does not change.
 """
 
 from __future__ import annotations
