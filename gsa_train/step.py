@@ -238,8 +238,8 @@ def owners_losses(
     config: Config,
     parallel: Parallel,
 ) -> torch.Tensor:
-    """Return this rank's loss per owner: fp64 [count]. An owner, such as an evaluation request, is a set of labels
-    whose losses are summed. An all-reduce of the result gives the sums over all ranks.
+    """Return this rank's sum of losses per owner: fp64 [count]. Each label belongs to at most one owner, such as an
+    evaluation request. An all-reduce of the result gives the sums over all ranks.
 
     Args:
         batches: micro-batches of one shape, each with the owners of its labels: int64 [B, L], from 0 to

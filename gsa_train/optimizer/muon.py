@@ -47,8 +47,8 @@ def orthogonalize(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch
 
 
 def orthogonalize_all(matrices: list[torch.Tensor], steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Orthogonalize matrices of any shapes. Those with the same shape run as one batch, because a GPU computes a small
-    matrix faster than the host launches its products."""
+    """Orthogonalize matrices of any shapes. Matrices with equal shapes run as one batch, because a kernel launch takes
+    longer than the product of small matrices."""
     by_shape: dict[torch.Size, list[int]] = {}
     for at, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(at)

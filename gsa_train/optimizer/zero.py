@@ -1,10 +1,10 @@
 """Implement `parallel.strategy: deepspeed`: DeepSpeed's ZeRO replaces megatron-core's gradient buffers and optimizer.
 
-The model, the schedule, and tensor and sequence parallelism stay megatron-core's. DeepSpeed reduces the gradients
-over the data-parallel ranks, updates the weights, and shards fp32 weights and moments (in stage 3 also model weights).
-The code reads internal lists of DeepSpeed 0.19.8 (`params_in_partition`, `averaged_gradients`, ...), which another
-version of DeepSpeed may change. For each stage, a test therefore compares every step of a sharded run with the same
-step of a run on one rank.
+megatron-core still provides the model, the pipeline schedule, tensor parallelism and sequence parallelism. DeepSpeed
+reduces the gradients over the data-parallel ranks and updates the weights. It shards the fp32 weights and moments, and
+in stage 3 the model weights. This module reads internal lists of DeepSpeed 0.19.8 (`params_in_partition`,
+`averaged_gradients`, ...), which other versions may change. For each stage, a test therefore compares every step of a
+sharded run with a single-rank run.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 
 
 def _announce(model: Model) -> None:
-    """Register the parameters of the indexer that attention reads directly, so that ZeRO-3 gathers them.
+    """Register indexer parameters that attention reads directly, so that ZeRO-3 gathers them.
 
-    DeepSpeed itself detects direct reads only in forward passes. With recomputation, the indexer's temperature is first
-    read in the backward pass.
+    DeepSpeed detects direct reads only in forward passes. With recomputation, DeepSpeed would miss the indexer's
+    temperature, which is first read in the backward pass.
     """
     for attention in model.attentions:
         if attention.indexer is not None:
@@ -208,9 +208,9 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         raise AssertionError("ZeRO reduces gradients inside the schedule")
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        """Reduce gradients of parameters that are replicated over tensor-parallel ranks, as megatron-core's
-        finalize_model_grads does. ZeRO shards these parameters equally on every tensor-parallel rank, so the shards can
-        be reduced directly."""
+        """Reduce gradients of parameters that are replicated over tensor-parallel ranks, like megatron-core's
+        finalize_model_grads. ZeRO splits these parameters identically on every tensor-parallel rank, so the shards
+        can be reduced directly."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:

@@ -1,5 +1,5 @@
-"""End a short command without a traceback if Ctrl-C is pressed, if memory is exhausted, or if the reader of its output
-has ended, as with `| head`.
+"""End a short command without a traceback at Ctrl-C, if memory is exhausted, or if the process that reads its output
+has exited, as with `| head`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ READER_LEFT = 141
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
     """Run a command in this context, including its imports, which may take a second. At Ctrl-C, or if memory is
-    exhausted, the command prints a line instead of a traceback. If the reader of its output has ended, it prints
-    nothing. Training does not use this context, because training handles signals itself."""
+    exhausted, the command prints a line instead of a traceback. If the process that reads its output has exited,
+    the command prints nothing. Training handles signals itself and does not use this context."""
     try:
         try:
             yield

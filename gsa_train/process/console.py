@@ -189,8 +189,8 @@ def open_descriptors() -> None:
 
 
 def take_console() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams that pass their lines to a thread, which writes them. A stream
-    that is already replaced stays. Call `open_descriptors` first."""
+    """Replace `sys.stdout` and `sys.stderr` with streams that pass lines to a writer thread. A stream that has
+    already been replaced is left unchanged. Call `open_descriptors` first."""
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     writers: dict[tuple[int, int], ConsoleWriter] = {}
     for descriptor, (name, stream) in enumerate(streams.items(), start=1):

@@ -93,9 +93,9 @@ def choose_start(
     With --resume-from, choose the checkpoint that this option names. With --no-resume, choose step 0. Without these
     options, choose the newest intact checkpoint of the run folder, or step 0 if the folder has no checkpoint.
 
-    --resume-from and --no-resume are for the first start of a job. A restart of the job ignores --no-resume, and
-    ignores --resume-from if the run folder has a checkpoint. `set_damaged_aside` renames damaged checkpoints later,
-    once nothing can refuse the start.
+    --resume-from and --no-resume are for the first start of a job. A restart ignores --no-resume, and ignores
+    --resume-from if the run folder has a checkpoint. `set_damaged_aside` renames damaged checkpoints later, after the
+    checks that can refuse the start.
 
     Args:
         tensors_later: do not check tensor files here. The caller checks them while it loads them, and calls
@@ -253,7 +253,7 @@ def _newest_intact(
 
 
 def set_damaged_aside(chosen: Path, damaged: Sequence[tuple[str, str]]) -> None:
-    """Rename the damaged checkpoints, and set `latest` in their folder to the chosen checkpoint for the next start.
+    """Rename the damaged checkpoints, and point `latest` to the chosen checkpoint, which the next start then uses.
     Call this on the main rank."""
     if not damaged:
         return
@@ -274,10 +274,10 @@ def open_batches(
 ) -> TrainBatches:
     """Open the training text at the run's position. Collective.
 
-    --accept-new-data applies if the checkpoint was trained on other text, or on text in another order (shards,
-    text_field, seed, num_lanes, shuffle_documents). In this case, the run reads the config's text from its beginning,
-    at epoch 0, and keeps the step, schedule, optimizer and counters of the checkpoint. If text and
-    order are the same, the option has no effect. A job that restarts itself may therefore keep the option.
+    --accept-new-data applies if the checkpoint was trained on other text (shards, text_field) or in another order
+    (seed, num_lanes, shuffle_documents). In this case, the run reads the config's text from its beginning, at epoch 0,
+    and keeps the checkpoint's step, schedule, optimizer and counters. If text and order are unchanged, the option has
+    no effect. A job that restarts itself may therefore keep the option.
 
     Args:
         begins_at: another run's position in the text, at which a run at step 0 starts (`checkpoint.initial_text`,

@@ -1,8 +1,8 @@
-"""Compute log-likelihoods of continuations for tasks between training steps, by the training model's forward pass.
+"""Compute log-likelihoods of continuations for tasks between training steps, with the training model's forward pass.
 
 Requests are packed into sequences of the training length. Each request is a document that sees no other document. As in
-validation, the data-parallel replicas share the sequences, and every rank takes part. The scores equal the scores of a
-single rank, and the training state does not change.
+validation, the sequences are divided among the data-parallel replicas, and every rank takes part. The scores equal
+a single rank's scores. The training state does not change.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The estimate does not include:
 - the gaps that the allocator leaves between tensors (`max_memory_reserved` includes them).
 
 Assumptions:
-- `attention_impl: auto` means the implementation on a GPU, and `precision: auto` means bf16.
+- The run uses GPUs: `attention_impl: auto` prefers fused kernels, and `precision: auto` means bf16.
 - Key lists (the keys that a tile of queries selects) have their largest length (selection.py).
 - Experts run as grouped products with even loads (`worst_expert_load` gives the worst case).
 - With context parallelism, the estimate describes the rank that needs the most memory.

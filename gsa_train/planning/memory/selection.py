@@ -64,8 +64,8 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
     mask.
 
     Key lists need:
-    - partial gradients of K and V, [list entries, 2 d_k], for the key-value heads that fit into GATHERED_GRADIENT_BYTES
-      at a time (if one head does not fit, for a part of its tiles);
+    - partial gradients of K and V, [list entries, 2 d_k], at most GATHERED_GRADIENT_BYTES at a time: for several
+      key-value heads, for one head, or for some tiles of one head;
     - an index for each list entry;
     - the sum of each key's partial gradients, fp32 [B, Lw, n_kv, 2 d_k];
     - the larger of two: partial gradients of Q (if several programs share a list), or final gradients of K and V.

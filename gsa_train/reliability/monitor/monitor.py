@@ -1,8 +1,8 @@
 """Act on the verdicts about steps, on the host: count spikes, log events, and apply the policy `monitor.action`.
 
 The device judges a step and, if needed, skips its update (spikes.py). The host reads the verdict READ_DELAY_STEPS steps
-later, so that it does not wait for the device. Before a step is logged or saved, the host reads all verdicts up to this
-step. All ranks thus act on a verdict at the same step, also if the run is repeated.
+later, so the host does not wait for the device. Before a step is logged or saved, the host reads all verdicts up to
+this step. All ranks thus act on a verdict at the same step, even if the run is repeated.
 
 Flagged steps belong to the same spike if fewer than SPIKE_GAP_STEPS unflagged steps lie between them.
 """

@@ -4,9 +4,9 @@ A step's loss and gradient norm over the global batch are compared with their va
 The gradient norm is compared by its logarithm, because the noise of the norm is multiplicative and has a long tail. The
 verdict masks the update on the device, and the host reads the verdict later (monitor.py).
 
-A large gradient with a usual loss mostly comes from a short stretch of unusual text. A step with a clipped gradient is
-therefore flagged only in three cases: the norm exceeds a higher limit, the norm stays large for several steps, or the
-loss also rises.
+A large gradient with a normal loss usually comes from a short stretch of unusual text. A step with a clipped gradient
+is therefore flagged only in three cases: the norm exceeds a higher limit, the norm remains large for several steps, or
+the loss also rises.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class SpikeDetector:
         the median over 32 steps is smaller, so the limits follow the loss. While the loss rises slowly, the median over
         the window is smaller, so the limits stay low.
 
-        The deviation is the larger of the median absolute deviations of changes over 8 steps and over 32 steps. Neither
-        a trend nor an earlier spike increases the deviation.
+        The deviation is the larger of two median absolute deviations: of the 8-step changes and of the 32-step changes.
+        Neither a trend nor an earlier spike increases it.
         """
         seen = min(self._steps, self._config.window_steps)
         if seen < self._config.min_history_steps:

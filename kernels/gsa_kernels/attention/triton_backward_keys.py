@@ -142,9 +142,9 @@ def _keys_kernel(
     """One program computes the gradients of one tile of keys for one key-value head, summed over GROUP / SPLITS query
     heads.
 
-    The program works on transposed tiles [KEYS, QUERIES]. Probabilities and their gradients are then left operands of
-    products, and can stay in registers. The grid starts with the first tiles of keys, which take longest, because the
-    most queries attend to them.
+    The program works on transposed tiles [KEYS, QUERIES]. Probabilities and their gradients are then left-hand operands
+    of matrix products, and can stay in registers. The grid starts with the first key tiles, which take longest, because
+    the most queries attend to them.
     """
     if query_start is None:  # None means 0: the constant saves time for whole sequences
         query_start = 0

@@ -5,10 +5,10 @@ a call and replay it while the lengths grow, because `cache.lengths` is a tensor
 whole cache, and the host reads nothing back. If the caller passes `out`, a call allocates no memory. The results are
 deterministic; `decode_top_k` and `decode_attention` define them.
 
-On Hopper, each kernel starts before the previous kernel ends, and later waits for its end (programmatic dependent
-launch; row_product/op.py lists the rules). The scores kernel does so only if `cache.in_chain` is true. Before its wait,
-every kernel may read `lengths` and `starts`. If `cache.settled` is true, the scores kernel also reads all indexer keys
-except each sequence's newest.
+On Hopper, each kernel starts early and later waits for the previous kernel to end (programmatic dependent launch;
+row_product/op.py lists the rules). The scores kernel starts early only if `cache.in_chain` is true. Before the wait, a
+kernel may read `lengths`, `starts` and `block_table`. If `cache.settled` is true, the scores kernel also reads all
+indexer keys except each sequence's newest.
 """
 
 from dataclasses import replace

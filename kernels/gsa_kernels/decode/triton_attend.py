@@ -51,7 +51,7 @@ def attend_to_indices(
     """Launch the kernel with the arguments of `decode_attend`, which has checked them.
 
     The flags of `chain` say whether this kernel starts before the previous kernel ends, and whether the previous kernel
-    is the selection's last. After the selection, the kernels that wrote q and the gate have already ended, so this
+    belongs to the selection. In the latter case, the kernels that wrote q and the gate have already ended, so this
     kernel reads q and the gate before its wait.
     """
     chained, behind_selection = chain

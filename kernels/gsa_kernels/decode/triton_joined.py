@@ -139,8 +139,8 @@ def launch_joined(
 def _sections(sizes: EntrySizes, tile: int, wanted: tuple[str, ...]) -> tuple[int, int, int, int, int]:
     """Return the first tile of each of four sections, and the end of the last section.
 
-    A section outside `wanted` is empty. The first section, attention's q and k, starts at tile 0. The results are for
-    the four sections after it: the values, the gate G1, the indexer's projections and the indexer's head weights.
+    A section outside `wanted` is empty. The section of attention's q and k comes first, at tile 0. The four others
+    follow: the values, the gate G1, the indexer's projections and the indexer's head weights.
     """
     values, heads = sizes.value_gate or sizes.k // 2, sizes.index_heads
     of_indexer = (1 + heads) * sizes.index_dim if heads else 0

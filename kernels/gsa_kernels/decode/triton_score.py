@@ -1,9 +1,9 @@
 """Computes indexer scores of one query per sequence, their moments and a histogram in one pass over the cached keys.
 
-Increments of one histogram bin run one after the other, so a histogram of all scores would be slow where many scores
-are similar. Each program therefore counts only scores in bins above a floor: a bin such that more than k keys are
-expected in higher bins. To find the floor, each program first scores the same small sample of keys, spread evenly over
-the sequence. If the floor is too high, the selection is slower, but still exact.
+Increments of one histogram bin run one after the other, so a histogram of all scores would be slow if many scores were
+similar. Each program therefore counts only scores in bins above a floor. More than k keys are expected to score
+above the floor. To find the floor, each program first scores the same small sample of keys, spread evenly over the
+sequence. If the floor is too high, the selection is slower, but still exact.
 """
 
 import torch
@@ -38,10 +38,10 @@ def score_keys(
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
-    `decode_select` explains the arguments and has checked them. Three flags say what may overlap:
-    - `chained`: the next kernel may start before this kernel ends.
-    - also `cache.in_chain`: this kernel starts before the previous kernel ends, and waits for its end.
-    - also `cache.settled`: this kernel loads all keys before its wait, except the newest.
+    `decode_select` explains the arguments and has checked them. If `chained`, kernels may overlap:
+    - The next kernel may start before this kernel ends.
+    - With `cache.in_chain`, this kernel starts before the previous kernel ends, and waits for that end.
+    - With `cache.settled` too, this kernel loads all keys before its wait, except the newest.
     """
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]

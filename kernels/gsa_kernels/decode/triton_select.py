@@ -7,9 +7,9 @@
    selected keys. The counts and the list give the number of selected keys in earlier spans, and thus where to write.
 No program waits for another. The order of the list depends on timing, but the result does not.
 
-Each kernel lets the next kernel start when about half of its own work is done (programmatic dependent launch). A kernel
-that `LayerCache.beside` launches between this module's two kernels may start earlier, as soon as the kernel of
-`score_keys` has ended.
+Each kernel lets the next kernel start when about half of its own work is done (programmatic dependent launch).
+Exception: a kernel that `LayerCache.beside` launches between this module's two kernels may start as soon as the kernel
+of `score_keys` has ended.
 """
 
 import torch
