@@ -15,8 +15,8 @@ model on a GPU:
         --largest 9 --shots 48
 
 The last line of the output is JSON with the mean reward in the first and last steps, the speed, and the memory. Its
-field `log_prob_changes` has the mean and the largest change of a token's log-probability between generation and
-scoring: `replayed` if scoring uses the keys that generation selected, `not_replayed` if it selects keys again.
+field `log_prob_changes` has the mean and largest change of a token's log-probability between generation and scoring.
+In the entry `replayed`, scoring uses the keys that generation selected. In `not_replayed`, scoring selects keys again.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def is_right(completions: list[str], answer: list[int], **_: Any) -> list[float]
 
 
 def log_prob_changes(model: Any, tokenizer: Any, prompts: list[str], new: int = 64) -> dict[str, list[float]]:
-    """Generate `new` tokens after each prompt, and score them by a forward pass. Return the mean and the largest change
+    """Generate `new` tokens after each prompt, and score them with a forward pass. Return the mean and largest change
     of a token's log-probability. `replayed`: scoring uses the keys that generation selected. `not_replayed`: scoring
     selects keys again."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)

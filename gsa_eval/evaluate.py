@@ -222,7 +222,7 @@ def _ruler(evaluated: EvaluatedModel, arguments: argparse.Namespace) -> dict[str
 
 
 def named_places(words: Sequence[str]) -> dict[str, str]:
-    """Parse arguments `[NAME=]PLACE` to a dict of places by name. The default name is the last part of the path.
+    """Parse `[NAME=]PLACE` arguments into a dict from name to place. The default name is the last part of PLACE.
 
     Raises:
         ValueError: two names are equal, or a place is empty (for example, an unset shell variable).

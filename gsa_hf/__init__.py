@@ -1,7 +1,7 @@
 """Provide Gated Sparse Attention models for Hugging Face's transformers.
 
-The import of this package registers `model_type` "gsa" with AutoConfig, AutoModel and AutoModelForCausalLM. It also
-registers `attn_implementation="gsa"`, which runs the kernels of `gsa_kernels`.
+Importing this package registers `model_type` "gsa" with AutoConfig, AutoModel and AutoModelForCausalLM. The import also
+registers `attn_implementation="gsa"`, which runs the `gsa_kernels` kernels.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -52,8 +52,8 @@ REMOVED = {
 @strict
 class GSAConfig(PreTrainedConfig):
     r"""
-    Holds the sizes and options of a [`GSAModel`]. The defaults are the 1.7B model of the paper (arXiv 2601.15305).
-    A small network, the indexer, scores the keys, and a query attends to its budget of keys with the highest scores.
+    Holds the sizes and options of a [`GSAModel`]. The defaults give the paper's 1.7B model (arXiv 2601.15305).
+    A small network, the indexer, scores the keys. Each query attends to a number of highest-scoring keys, its budget.
 
     Args:
         qkv_bias (`bool`, *optional*, defaults to `False`):
@@ -218,8 +218,8 @@ class GSAConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration, and copy the code files that `auto_map` names.
 
-        transformers copies code only for classes that it loaded itself, but a model that this package loaded may have
-        `auto_map`, too."""
+        transformers copies code only for classes that it loaded itself. This method also copies code for a model that
+        this package loaded."""
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         here = Path(__file__).parent
         for place in (getattr(self, "auto_map", None) or {}).values():

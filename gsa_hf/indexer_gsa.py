@@ -138,8 +138,8 @@ class GSAIndexer(nn.Module):
 def parameter_of(module: nn.Module, name: str) -> Any:
     """Return a module's parameter or None, even outside the module's forward pass.
 
-    With `device_map`, accelerate moves offloaded weights to the device only during the forward pass of their module.
-    This function therefore calls the hooks that accelerate calls before and after a forward pass.
+    With `device_map`, the accelerate library moves a module's offloaded weights to the device only during the module's
+    forward pass. This function therefore calls the hooks that run before and after a forward pass.
     """
     hook = getattr(module, "_hf_hook", None)
     if hook is None:

@@ -150,7 +150,7 @@ def enter(
 
 
 def leave(h: torch.Tensor, attended: torch.Tensor, layer: LayerWeights, sizes: Sizes) -> torch.Tensor:
-    """Apply W_O and the MLP to the gated attention output [B, H, D], and add them to the residual stream h [B, d]."""
+    """Add W_O times the gated attention output [B, H, D] to the residual stream h [B, d]. Then add the MLP's output."""
     h = h + nn.functional.linear(attended.flatten(1), layer.out)
     x = nn.functional.rms_norm(h, h.shape[-1:], layer.mlp_norm, sizes.eps)
     gate, up = nn.functional.linear(x, layer.gate_up).chunk(2, -1)

@@ -54,7 +54,7 @@ class KernelMemory:
 
 @dataclass
 class KernelPass:
-    """Holds the places of the tokens of one forward pass, for all layers."""
+    """Holds the cache slots of one forward pass's tokens, for all layers."""
 
     memory: KernelMemory
     length: int
@@ -97,8 +97,8 @@ def make_kernel_pass(
     cache: Cache | None,
     memory: KernelMemory,
 ) -> KernelPass:
-    """Return the places in the cache of the tokens of `inputs` [B, L, d]. In decoding (one token per sequence, with a
-    cache) this function does not synchronize with the host.
+    """Return the cache slots of the tokens in `inputs` [B, L, d]. In decoding (one token per sequence, with a cache),
+    this function does not synchronize with the host.
 
     Args:
         padding: [B, slots], 0 at padding on the left or right; or None

@@ -85,8 +85,8 @@ def _attend(
 
 
 def _replaced(chosen: Any, given: torch.Tensor, place: KernelPass) -> Any:
-    """Return the given keys, bool [B, L, Lk], as a selection. A query keeps its keys in `chosen` if none of its given
-    keys is causal."""
+    """Return the given keys, bool [B, L, Lk], as a selection. If a query has no causal key among them, its keys come
+    from `chosen`."""
     keys, most = given.shape[-1], kernel_module("limits").PACKED_MASK_MAX_TOKENS
     if keys > most:
         raise ValueError(f"selections have {keys} keys with attn_implementation 'gsa'; pass at most {most}")

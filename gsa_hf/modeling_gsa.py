@@ -357,9 +357,9 @@ def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
 def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """Return the share of the optimizer step's labels that this forward pass has, or 1 without `num_items_in_batch`. A
-    step may have several passes. Trainer divides the language model's loss of each pass by `num_items_in_batch`, the
-    number of labels in the step. The returned share scales the indexer loss in the same way."""
+    """Return the fraction of the optimizer step's labels in this forward pass, or 1 if `num_items_in_batch` is None. A
+    step may have several passes. Trainer divides the language-model loss of each pass by `num_items_in_batch`, the
+    number of labels in the step. The returned fraction scales the indexer loss to match."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch

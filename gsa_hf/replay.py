@@ -5,8 +5,8 @@
         logits = model(tokens, attention_mask=longer_mask).logits
 
 A forward pass over the whole sequence rounds differently than decoding. If two keys have almost equal indexer scores,
-the pass may therefore select another key than decoding did. This changes the log-probability by more than rounding
-would. With the keys of decoding, this does not happen.
+the pass may therefore select a different key than decoding did. A different key changes the log-probability by more
+than rounding would. Reusing the keys from decoding prevents this change.
 """
 
 from collections.abc import Iterator

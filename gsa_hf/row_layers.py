@@ -1,7 +1,7 @@
-"""Compute the layers of `FusedDecoder`'s step by kernels for matrix products with few rows (one row is one sequence).
+"""Compute the layers of `FusedDecoder`'s step with kernels for matrix products with few rows (one row per sequence).
 
-Each kernel starts before the previous kernel ends, and prefetches its weights in this time. joined_layers.py has the
-same functions, with the same names and arguments, in plain torch.
+Each kernel starts before the previous kernel ends, and uses the overlap to prefetch its own weights. joined_layers.py
+has functions with the same names and arguments in plain torch.
 """
 
 from functools import partial
@@ -70,7 +70,7 @@ def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tenso
 
 
 def leave(h: torch.Tensor, attended: Any, layer: Any, sizes: Any) -> torch.Tensor:
-    """Apply W_O and the MLP and add them to the residual stream, in three launches."""
+    """Add the outputs of W_O and the MLP to the residual stream, in three launches."""
     row_product = kernel_module("row_product.op").row_product
     norm = kernel_module("row_product.reference").Norm(layer.mlp_norm, sizes.eps)
     if isinstance(attended, Attended):

@@ -34,8 +34,8 @@ def find_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def count_gpus() -> int | None:
-    """Return the number of GPUs of this machine, regardless of CUDA_VISIBLE_DEVICES. Return 0 without device files of a
-    driver, and None if the driver does not report the number."""
+    """Return the number of GPUs in this machine, regardless of CUDA_VISIBLE_DEVICES. Return 0 if no driver device files
+    exist, and None if the driver does not report the number."""
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
         if done.returncode == 0:

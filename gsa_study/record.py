@@ -1,5 +1,5 @@
-"""Read and write the record of a study in docs/results. The record has CSV files, from which the page of the study can
-be made without the run folders.
+"""Read and write the record of a study in docs/results. The record consists of CSV files, from which the study's page
+can be made without the run folders.
 
 `<study>.csv` has each value of each finished run. `records/<study>_runs.csv` has a row for each finished run, and
 `records/<study>_curves.csv` has the losses of these runs. All numbers have full precision. If a finished run has a
@@ -82,9 +82,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
     Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
-    A local run is left out if its records are cut off, or if it began with another config than the study now has. If a
-    recorded run has no local folder, its recorded values are kept. These values belong to the recorded point (tokens
-    and time), so the local runs are read at the same point. A local run that ended earlier has no value.
+    A local run is left out if its records are cut off, or if its config differs from the study's present config. If a
+    recorded run has no local folder, its recorded values are kept. All runs are then compared at the record's token
+    count and training time. A local run that ended before this point has no value.
 
     Raises:
         ConfigError: a file of the record is damaged.

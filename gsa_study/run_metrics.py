@@ -147,9 +147,9 @@ def number_of(value: Any) -> float | None:
 
 
 def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Return points (step, seconds of training so far), at the start of the run and at the end of each phase. Every
-    step of a phase counts as the phase's median `step_seconds`, so time grows linearly between two points. The median
-    excludes compilation, a busy machine, validation, saves and restarts."""
+    """Return points (step, training seconds so far) for the start of the run and the end of each phase. Every step of a
+    phase counts as the phase's median `step_seconds`. Time lost to compilation, other load on the machine, validation,
+    saves and restarts is therefore left out."""
     steps = [record for record in records if "event" not in record and is_number(record.get("step_seconds"))]
     if not steps:
         return []
@@ -164,8 +164,8 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 
 def interpolate(points: Points, x: float) -> float | None:
-    """Return y at x by linear interpolation between the two neighbouring points. If x lies outside of all points,
-    return None. If several points have the same x, such as a step and its validation, the last of them counts."""
+    """Return y at x by linear interpolation between the two neighbouring points, or None if x is outside the points'
+    range. If several points have the same x, such as a step and its validation, the last of them counts."""
     known = dict(points)
     if x in known:
         return known[x]

@@ -4,8 +4,8 @@ This module packs a stream of documents by best fit (Ding et al. 2024, "Fewer Tr
 arXiv 2404.10830). A run has a fixed number of token streams, the lanes. Each lane keeps a pool of documents, oldest
 first. A block is filled in three steps:
 
-1. The block takes the oldest document of the pool.
-2. The block repeatedly takes the largest document that fits into the free space. Of equal lengths it takes the oldest.
+1. The block takes the oldest document in the pool.
+2. The block repeatedly takes the largest document that still fits. Among equally long documents, it takes the oldest.
 3. FILLER tokens fill the remaining space.
 
 If a document is longer than a block, whole blocks are cut from its start until the rest fits into a block. The last

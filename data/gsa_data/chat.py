@@ -141,11 +141,11 @@ def parse_conversation(record: Any, max_document_bytes: int = 1 << 25) -> Docume
     """Returns the conversation in one JSON object or Parquet row, or the name of its fault. Null fields of messages are
     dropped.
 
-    missing_messages: there is no list `messages`, or the list is empty
-    bad_message: a message is not an object, a role is unknown, content is not text, `tools` is not a list, or fields
-        are nested more than 250 levels deep
-    empty_text: a message has no content, and is not an assistant's message with tool calls
-    no_assistant: there is no assistant's message to train on
+    missing_messages: there is no `messages` list, or the list is empty
+    bad_message: a message is not an object, a role is unknown, content is not text, `tools` is not a list of objects,
+        or fields are nested more than 250 levels deep
+    empty_text: a message has no content, and is not an assistant message with tool calls
+    no_assistant: no message is from the assistant
     huge_document: the JSON is longer than max_document_bytes
     """
     if not isinstance(record, Mapping):

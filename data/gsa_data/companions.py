@@ -1,7 +1,7 @@
 """Read the files next to a tokenizer's file: the chat template, the special tokens, and generation_config.json.
 
-Together with the tokenizer, the files beside it determine at which tokens a model stops generating. The names of the
-files are those in transformers.
+The files have the same names as in transformers. The tokenizer and these files determine the tokens at which a model
+stops generating.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _generation(address: str, reading: Reading) -> tuple[tuple[int, ...], dict[s
 
 
 def set_up_tokenizer(tokenizer: Tokenizer, companions: Companions) -> None:
-    """Set at which tokens a model stops generating, and whether it is a chat model. Training, import and export all
-    call this function, so that they agree about these tokens."""
+    """Set the tokens at which a model stops generating, and whether it is a chat model. Training, import and export all
+    call this function, so they agree on these settings."""
     found = [tokenizer.eos_id, *companions.eos_ids]
     if companions.template is not None:
         turn_end = ChatEncoder(companions.template, tokenizer, trains=False).turn_end()

@@ -101,8 +101,8 @@ def shard_reader(
 ) -> ShardReader:
     """Returns the reader of the corpus.
 
-    This function checks the source names in `weights` for tokens, but not for text, whose sources are known only after
-    reading. For text, a wrong name appears only in the log, as a source without tokens.
+    The sources of a text corpus are known only after reading. An unknown source name in `weights` is therefore an error
+    only for a tokenized corpus. For text, the log lists the name as a source without tokens.
 
     Raises:
         DataFault: another tokenizer made the tokens, or `weights` names a source that the tokens do not have

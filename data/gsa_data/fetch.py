@@ -136,7 +136,7 @@ def read_bytes(
 
 
 def patiently(action: Callable[[Pulse], T], what: str, reading: Reading, counters: Counter[str]) -> T:
-    """Run an action and return its result. An action that makes no progress (no `beat` of its pulse) is tried again.
+    """Run an action and return its result. Retry after an error, or after `timeout_seconds` without a `beat` call.
 
     Raises OSError if all tries failed, or a retry cannot help.
     """
@@ -170,7 +170,7 @@ def with_retries(action: Callable[[], T], what: str, reading: Reading, counters:
 
 
 def in_time(action: Callable[[], T], seconds: float, pulse: Pulse | None = None) -> T:
-    """Returns the result of `action`, or raises ReadError after `seconds` without progress (a `beat` of its pulse).
+    """Returns the result of `action`, or raises ReadError after `seconds` without a `beat` call on its pulse.
 
     `action` runs in a thread of its own, which is abandoned when time runs out.
     """
@@ -214,9 +214,9 @@ def _result(outcome: Future[T]) -> T:
 class _Connector(threading.Thread):
     """Helper thread that connects to file systems for one reading thread.
 
-    fsspec caches a file system for the thread that asked for it, so this thread stays alive, and makes all connections
-    of its reading thread. If a server does not answer, the helper thread hangs. The reading thread then abandons it and
-    starts a new one.
+    fsspec caches file systems per thread, so the helper thread stays alive and makes all connections for its reading
+    thread. If a server does not answer, the helper thread hangs. The reading thread then abandons the hanging helper
+    and starts a new helper.
     """
 
     def __init__(self) -> None:

@@ -4,11 +4,11 @@ All numbers in NAME.idx are little-endian. The file has these fields, in this or
 
     9 bytes      "MMIDIDX\\0\\0"
     int64        version, which is 1
-    int8         code of the type of the ids
+    int8         code of the id type
     int64        S, the number of sequences
     int64        D, the number of documents + 1
     int32 [S]    length of each sequence in tokens
-    int64 [S]    pointer to each sequence in bytes of NAME.bin
+    int64 [S]    byte offset of each sequence in NAME.bin
     int64 [D]    number of the first sequence of each document; the last entry is S
 
 This is the layout of megatron.core.datasets.indexed_dataset.
@@ -16,8 +16,8 @@ This is the layout of megatron.core.datasets.indexed_dataset.
 Each dataset counts as a shard, and each document as a line of the shard. The source of a document is the name of the
 dataset's sub-folder, or NO_SOURCE if the dataset lies in the folder itself.
 
-This module checks more than megatron-core does. Sizes and pointers must fit exactly. Ids must lie in the vocabulary. A
-dataset of `prepare.py tokens` must match its record (prepared.py).
+This module is stricter than megatron-core. Sizes and offsets must match exactly. Ids must be in the vocabulary. A
+dataset written by `prepare.py tokens` must match its record (prepared.py).
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class IndexedFolder:
     root: Path
     manifest: Manifest
     records: dict[str, Record] = field(default_factory=dict)
-    """.bin file -> its record, for datasets of `prepare.py tokens`"""
+    """.bin file -> its record, for datasets from `prepare.py tokens`"""
 
     @classmethod
     def open(cls, root: str, pulse: Pulse | None = None) -> IndexedFolder:
         """Read the header of every dataset and compare the sizes. Sub-folders of sub-folders are not read.
 
-        Raises DataFault for a file of a wrong size or format, a file named only `.bin` or `.idx`, a missing file, or a
+        Raises DataFault for a file of wrong size or format, a file named only `.bin` or `.idx`, a missing file, or a
         folder that `prepare.py tokens` has not finished.
         """
         base = Path(root)
@@ -192,7 +192,7 @@ def check_index(index: Index, path: Path) -> None:
 
 
 class IndexedReader:
-    """Returns the documents of an IndexedFolder. Damage raises DataFault, whatever the policy for bad shards is."""
+    """Returns the documents of an IndexedFolder. Damage raises DataFault, regardless of the policy for bad shards."""
 
     def __init__(
         self, folder: IndexedFolder, tokenizer: Tokenizer, reading: Reading, weights: Mapping[str, float]

@@ -99,7 +99,7 @@ class OpenUnit(NamedTuple):
 
     def slots(self, document: int, copy: int, first_in_any_case: bool) -> Iterator[tuple[int, int]]:
         """Yields all slots (document, copy number) in reading order, from the given slot on. With `first_in_any_case`,
-        the given slot is yielded even if no source weight now allows this copy number."""
+        the given slot is yielded even if the current source weights no longer allow it."""
         most = self.thinning.most if self.thinning else 1
         if first_in_any_case and document < len(self.order):
             yield document, copy

@@ -70,8 +70,8 @@ def retried(action: Callable[[Pulse], T], root: str, reading: Reading) -> T:
 def _local_files(
     folder: str, pulse: Pulse, relative: str = "", above: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, int]]:
-    """Yields (path, bytes) of each file below a local folder, and follows links. fsspec's listing would skip links and
-    unreadable folders without an error, so that a part of the corpus could be missing."""
+    """Yields (path, size in bytes) for each file below a local folder, and follows links. Files that are not shards
+    get size 0. fsspec's listing would silently skip links and unreadable folders."""
     folder = folder or "/"
     above = (*above, os.path.realpath(folder))
     with os.scandir(folder) as entries:
@@ -94,8 +94,8 @@ def _local_files(
 
 
 def _remote_files(filesystem: Any, base: str, folder: str, pulse: Pulse) -> Iterator[tuple[str, int]]:
-    """Yields (path, bytes) of the files of a remote file system, with one request per folder. fsspec's `find` is not
-    used, because it skips unreadable folders and shows no progress."""
+    """Yields (path, size in bytes) for each file in a remote folder, with one request per folder. fsspec's `find` is
+    not used, because it skips unreadable folders and shows no progress."""
     for info in filesystem.ls(folder, detail=True):
         pulse.beat()
         path = str(info["name"]).rstrip("/")

@@ -1,4 +1,4 @@
-"""Pack documents into blocks of seq_len + 1 tokens. The EOS tokens of a block give its documents and its loss mask."""
+"""Pack documents into blocks of seq_len + 1 tokens. A block's EOS tokens set its document boundaries and loss mask."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ FILLER = -1
 def pack(pieces: Iterable[tuple[Cursor, AnyTokens]], seq_len_tokens: int) -> Iterator[tuple[Tokens, Cursor]]:
     """Concatenate pieces and cut blocks [seq_len_tokens + 1], each with the cursor of the next block.
 
-    A piece is a document with its EOS, together with the cursor of its first token. Each block starts seq_len_tokens
-    after the previous block, so the last token of a block is also the first token of the next block. Each token is
-    therefore a label exactly once. If the last tokens do not fill a block, they are dropped.
+    A piece is a document with its EOS, together with the cursor of its first token. The last token of each block is
+    also the first token of the next block. Every token except the very first is therefore a label exactly once. If the
+    last tokens do not fill a block, they are dropped.
     """
     waiting: deque[tuple[Cursor, AnyTokens]] = deque()
     waiting_tokens = 0

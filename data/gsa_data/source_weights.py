@@ -15,8 +15,8 @@ which are read in order. Place j has one slot (j, c) for each copy number c:
     slot (j, 1) has document j - n/2
     slot (j, 2) has document j - n/4
 
-In general, slot (j, c) has document j - v(c) n modulo n, where v(c) is the van der Corput sequence. Copies of a
-document are therefore far apart, and the shares of the sources are constant along a unit.
+In general, slot (j, c) has document (j - v(c) * n) mod n, where v(c) is the van der Corput sequence. Copies of a
+document are therefore far apart, and each source's share is nearly constant along a unit.
 
 If an epoch has no copy c of the document in slot (j, c), the slot is skipped. The slots do not depend on the weights,
 so a resume may change the weights at any slot.

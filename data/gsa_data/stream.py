@@ -5,9 +5,9 @@ The lanes (lanes.py) are `num_lanes` fixed token streams. Global sample i is blo
 Of D data-parallel ranks, rank r takes the samples with i % D == r. If num_lanes is not a multiple of D, ranks share
 lanes.
 
-Each block carries the position at which the next block of its lane begins. A position is a cursor and, with best_fit
-packing, the lane's pool of waiting documents. A saved state has the position of each lane after the last returned block
-of the lane, so prefetched blocks do not change the state. Data flows through these classes:
+Each block carries the position at which the next block of its lane begins. A position contains a cursor and, with
+best_fit packing, also the lane's pool of waiting documents. A saved state has each lane's position after the lane's
+last returned block, so prefetched blocks do not change the state. Data flows through these classes:
 
     ShardReader -> LaneReader -> pack or best_fit -> RankSamples (in the workers) -> DataLoader -> BlockStream
 """
@@ -242,11 +242,11 @@ def whole_epochs(state: dict[str, Any]) -> int:
 def replay_blocks(
     corpus: Corpus, tokenizer: Tokenizer, config: StreamConfig, end: Mapping[str, Any]
 ) -> Iterator[Tokens]:
-    """Yields again the samples that all data-parallel ranks of a run have read, as int32 [n, seq_len_tokens + 1] arrays
-    with n <= 64. The replay begins at the start of the run. It stops at `end`, a state that `merge_states` returned.
+    """Replays the samples that all data-parallel ranks of a run have read, as int32 [n, seq_len_tokens + 1] arrays with
+    n <= 64. The replay begins at the start of the run. It stops at `end`, a state that `merge_states` returned.
 
     Raises StateMismatch after the last sample if the replay does not end at the positions in `end`. This happens if the
-    weights of sources or the sequence length changed at a resume of the run.
+    source weights or the sequence length changed when the run was resumed.
     """
     stream = BlockStream(corpus, tokenizer, config, rank=0, world_size=1)
     count = end["consumed_samples"]

@@ -41,11 +41,11 @@ class Tokenizer:
         reading: limits and retries for reading the file
 
     Attributes:
-        file: the content of the file
+        file: the file's content
         eos_id: the token that ends each document
         vocab_size: the largest id + 1
-        fingerprint: the sha256 of the file, and the id of `eos_token` if it is not the file's default
-        stop_ids: the tokens at which a generated text ends: `eos_id`, and what companions.set_up_tokenizer adds
+        fingerprint: the file's sha256, plus the id of `eos_token` if `eos_token` is not the file's default
+        stop_ids: the tokens that end a generated text: `eos_id`, and the tokens that companions.set_up_tokenizer adds
         is_chat: whether the model is a chat model. If so, text such as `<|im_end|>` in a prompt becomes the special
             token
 
@@ -103,9 +103,9 @@ class Tokenizer:
     def encode_chat(self, text: str, parts: Sequence[Part]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Returns the token ids of a rendered conversation, and whether each token overlaps one of `parts`: [tokens].
 
-        Unlike `encode`, this function turns the text of a special token into this token. As in transformers'
-        apply_chat_template, the text is split only at special tokens (in sentencepiece, at control symbols). The ends
-        of `parts` do not split the text, so a token may lie partly inside a part.
+        Unlike `encode`, this function turns the text of a special token into the token itself. As in transformers'
+        apply_chat_template, the text is split only at special tokens (in sentencepiece, at control symbols). The
+        boundaries of `parts` do not split the text, so a token may cross a boundary.
         """
         tokens, inside = self._model.encode_chat(text, parts)
         return np.asarray(tokens, dtype=np.int32), np.asarray(inside, dtype=np.bool_)

@@ -1,8 +1,8 @@
 """Read the fixed text on which a model is scored: the first sequences of a split. On request, documents are also
 grouped by source.
 
-Datasets of `prepare.py tokens` give the same sequences as their text. Such datasets hold only tokens, so bits per byte
-always count the bytes of the decoded tokens.
+A dataset written by `prepare.py tokens` gives the same sequences as the original text. Such a dataset holds only
+tokens, so bits per byte always count the bytes of decoded tokens.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def read_validation_set(
 
 def validation_documents(corpus: Corpus, tokenizer: Tokenizer, reading: Reading) -> Iterator[SourcedDocument]:
     """Yields the tokenized documents of a split, with their EOS, in the order of shards and lines. If a shard is bad,
-    the function raises DataFault, whatever on_bad_shard says."""
+    the function raises DataFault, regardless of on_bad_shard."""
     reader = shard_reader(corpus, tokenizer, reading.for_validation())
     for relpath, _ in reader.manifest.shards:
         for line in _tokenized(reader.open(relpath, 0, 1, Counter())):

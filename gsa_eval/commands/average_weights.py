@@ -4,8 +4,8 @@ installation.
     python launch/average_weights.py --run RUN_DIR --steps N N ... --out DIR            mean over these steps
     python launch/average_weights.py --run RUN_DIR --steps N --moving --out DIR         moving average at step N
 
-DIR receives a checkpoint of weights. This checkpoint can be evaluated and exported, and new runs can start from it.
-Exit code 2 means wrong use or a damaged checkpoint.
+DIR receives a weights-only checkpoint, which can be evaluated and exported. New runs can start from this checkpoint.
+Exit code 2 means incorrect usage or a damaged checkpoint.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ installation.
     python launch/export_hf.py --run RUN_DIR [--step N] --out DIR [--dtype bf16|fp32]
     python launch/export_hf.py --checkpoint DIR --out DIR
 
-DIR receives weights in safetensors, config, tokenizer, generation config, the architecture's code and a model card.
-The checkpoint may have any parallel layout. Exit code 2 means wrong use, a damaged checkpoint, or a tokenizer that
+DIR receives the weights (safetensors), config, tokenizer, generation config, model code and a model card. The
+checkpoint may have any parallel layout. Exit code 2 means incorrect usage, a damaged checkpoint, or a tokenizer that
 cannot be converted.
 """
 

@@ -2,9 +2,9 @@
 
     python -m gsa_study.commands.frontier
 
-Each mark shows a way to select keys at one length: the needles found in a retrieval test, and the speed-up of a
-training step. A selection without a measured speed-up or needles is not drawn. If a model was trained with the
-selection, only the needles of this model are drawn.
+Each mark is one selection method at one length. The x axis is the speed-up of a training step. The y axis is the share
+of needles found in a retrieval test. Methods that lack either value are not drawn. If a model was trained with the
+method, only this model's needles are drawn.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@
     python launch/study.py --study FILE --report [key=value ...]
 
 The command trains each arm (config to compare) of a study file with each seed. Then it evaluates the models, and writes
-the report that compares them. If the command ends early, the same command continues.
+the report that compares them. If the command ends early, run it again to continue.
 
     exit code  meaning
     0          all jobs are finished
     1          at least one job has failed, or lacks the checkpoint that it needs, and no other job can run
-    2          wrong use, a mistake in the file, a package that is not installed, a run that began with another config,
-               or a full disk
-    75         the study was stopped, or a job was interrupted; the same command continues
+    2          incorrect usage, a mistake in the file, a missing package, a run that began with another config, or a
+               full disk
+    75         the study was stopped, or a job was interrupted; run the command again to continue
     130        a second Ctrl-C
 """
 
