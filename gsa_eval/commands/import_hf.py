@@ -5,7 +5,7 @@ installation.
 
 --hf is a folder that export_hf.py wrote, or a dense model: Llama, Mistral, Qwen2 or Qwen3. --out receives the weights
 for `checkpoint.initial_weights`, the tokenizer, and a config.yaml from which training can start. Exit code 2 means
-wrong use, or a model that the config cannot represent.
+incorrect usage, or a model that the config cannot represent.
 """
 
 from __future__ import annotations

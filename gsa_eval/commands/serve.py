@@ -3,8 +3,8 @@
     python launch/serve.py --hf DIR [--host HOST] [--port PORT] [--server vllm|transformers] [options of the server]
 
 The default server is vLLM where it is installed, and otherwise transformers. Both offer OpenAI's API. Further options
-go to the server, and `vllm serve --help` or `transformers serve --help` lists them. Exit code 2 means wrong use, a
-folder without a GSA model, or a missing package.
+go to the server, and `vllm serve --help` or `transformers serve --help` lists them. Exit code 2 means incorrect usage,
+a folder without a GSA model, or a missing package.
 """
 
 from __future__ import annotations

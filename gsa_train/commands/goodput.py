@@ -3,7 +3,7 @@
     python launch/goodput.py --run RUN_DIR
 
 Prints the run's ETTR (effective training time ratio), its lost time by cause, and every start with its fault. Exit code
-2 means wrong use or no run.
+2 means incorrect usage or no run.
 """
 
 from __future__ import annotations
