@@ -3,9 +3,9 @@
     python benchmarks/bench_generate.py [--lengths 32768 131072] [--batches 1 16] [--prefill 32768 ...]
 
 The script compares the standard model (dense, no gates, no indexer) with GSA. The models have the sizes in
-configs/gsa_1.7b.yaml, in bf16, with random weights and cache contents. All decode with `gsa_hf.decoding.FusedDecoder`,
-which joins the projections of a layer, and run each step as a CUDA graph. If all models fit into memory together, they
-take turns.
+configs/gsa_1.7b.yaml, in bf16, with random weights and cache contents. In all models,
+`gsa_hf.decoding.FusedDecoder` joins the projections of a layer, and a CUDA graph runs each step. If all models fit into
+memory together, they take turns.
 
 - `standard` computes its matrix products with torch.compile, and its attention with the fastest of torch's SDPA
   backends. A static cache normally has empty slots, which a mask must exclude. Here random values fill all slots, so

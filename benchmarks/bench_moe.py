@@ -4,9 +4,9 @@
     python benchmarks/bench_moe.py --layers 3 --experts 128
 
 The shapes come from configs/*_moe_15b_a2b.yaml (4096 tokens, 8 experts per token), with fewer layers and experts, so
-that one device can hold the training state. The default of 18 layers and 16 experts needs a device of 80 GB. With 128
-experts, each layer equals a layer of the 15B model. All models have the same micro-batch: the largest of 1, 2 or 4
-sequences for which every model fits the device by the memory estimate.
+that one device can hold the training state. The default of 18 layers and 16 experts needs an 80 GB device. With 128
+experts, each layer equals a layer of the 15B model. All models have the same micro-batch of 1, 2 or 4 sequences: the
+largest that the memory estimate allows for every model.
 
 The bench also runs the models `standard` and `gsa` with `train.cuda_graphs`, as `standard_graphs` and `gsa_graphs`. It
 checks that a GSA step takes at most 1.10 times as long as a standard step. For each of the two, the faster variant

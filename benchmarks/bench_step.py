@@ -4,14 +4,14 @@
     python benchmarks/bench_step.py --lengths 8192 32768 [--shapes 1.7b] [--models standard gsa] [key=value ...]
 
 Each config runs its last phase on random tokens with initial weights, one document per sequence and no data pipeline.
-`key=value` overrides a field of all configs (`model.num_layers=4` for a quick look), and `--configs NAME,key=value` a
-field of one config. `baseline_1.7b` is the model of standard_1.7b in plain torch (whole_steps/baseline.py), and
+`key=value` overrides a field of all configs (`model.num_layers=4` for a quick look). `--configs NAME,key=value`
+overrides a field of one config. `baseline_1.7b` is standard_1.7b in plain torch (whole_steps/baseline.py).
 `baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries.
 
-Each config takes turns of three unlogged steps with the first config, because the clock of a device changes with its
-temperature. Step times are medians over turns. `ratio` is the median, with its standard error, of the config's time
-divided by the first config's time in neighbouring turns. The table by part shows the kernel time of one profiled step
-in ms per sequence. `idle` is the time without any kernel.
+Each config alternates with the first config, with three unlogged steps per turn, because a device's clock changes with
+its temperature. Step times are medians over turns. In each pair of turns, the config's time is divided by the first
+config's time. `ratio` is the median quotient, with its standard error. The table by part shows the kernel time of one
+profiled step in ms per sequence. `idle` is the time without any kernel.
 
 With --lengths (`make bench-step`), the bench measures standard models (cuDNN attention) and GSA models at several
 lengths (whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. Each measured
@@ -22,8 +22,8 @@ same device and commit.
 - `host_ms`: the time that the host needs to launch a step.
 - `mean_k`: the mean number of keys that a query selects.
 - `r`, the union ratio: the number of keys that at least one of 32 neighbouring queries selects, divided by `mean_k`.
-- `indexer`: what selects the keys. With `own`, the untrained indexers of the model. With `alike`, given projections
-  replace the indexers' projections, so that neighbouring queries select keys as similar as in a trained model
+- `indexer`: what selects the keys. With `own`, the model's untrained indexers select them. With `alike`, fixed random
+  projections replace the indexers' own, so that neighbouring queries select similar keys, as in a trained model
   (whole_steps/planted_indexer.py).
 
 Models named `..._graphs` run with train.cuda_graphs, and their `peak_gib` includes the memory of the graphs. The bench

@@ -9,10 +9,10 @@ All layouts have the same number of sequences per device. The short name of a la
 (whole_steps/layout_names.py). The data-parallel size follows from the number of ranks. The bench also runs on CPUs, but
 there it reports neither memory nor MFU.
 
-With --breakdown, the bench traces two more steps of each model, which take longer than the measured steps. It prints
-the mean milliseconds per step of each part of the model on the device of rank 0. The traced step is the sum of all
-parts, `exposed` and `idle` (gsa_train/profiling/step_breakdown.py):
-- `exposed`: only kernels of NCCL ran, which includes waits for other ranks. `exposed_max` is the maximum over ranks.
+With --breakdown, the bench traces two more steps of each model, which take longer than the measured steps. The bench
+prints the mean milliseconds per step of each model part on the device of rank 0. The parts plus `exposed` and `idle`
+add up to the traced step's time (gsa_train/profiling/step_breakdown.py):
+- `exposed`: only NCCL kernels ran. Waits for other ranks count, too. `exposed_max` is the maximum over ranks.
 - `idle`: no kernel ran.
 - `overlapped`: communication ran together with other kernels. The parts include this time.
 """

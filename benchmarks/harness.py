@@ -126,9 +126,9 @@ def _time(run: Run, runs: int, flush: torch.Tensor | None, before: Run | None) -
 def capture(run: Run) -> Run:
     """Capture `run` as a CUDA graph, which excludes the host's time, and return a function that replays it.
 
-    `run` must do the same work on the same tensors each time, and must never wait for the device. Before the call, no
-    autograd graph may use the leaf tensors of `run`, because autograd would then compute the gradients on the stream of
-    that earlier graph.
+    `run` must do the same work on the same tensors each time, and must never wait for the device. The leaf tensors of
+    `run` must not be part of an earlier autograd graph. Otherwise, autograd computes their gradients on the stream of
+    that graph.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -349,8 +349,8 @@ def plain(cell: Cell) -> Cell:
 
 
 def _shown(argument: str) -> str:
-    """Write paths inside this repository relative to its root, so that the record does not depend on where the copy
-    lies."""
+    """Write paths inside this repository relative to its root, so that the record does not depend on the checkout's
+    location."""
     path = Path(argument)
     return str(path.relative_to(ROOT)) if path.is_absolute() and path.is_relative_to(ROOT) else argument
 

@@ -1,10 +1,10 @@
 """Gives a model with random weights the selections of a trained model, by replacing its indexers' projections.
 
-In a trained model, neighbouring queries select similar keys, which they do not with random weights. Attention over key
-lists takes longer with a larger union ratio r: the number of keys that at least one of 32 neighbouring queries selects,
-divided by the number of keys that one query selects. This module therefore makes each indexer return given (planted)
-projections instead of its own. This takes no time on the device. Gradients still reach the indexer's own projections,
-so that a step does all of its work.
+In a trained model, neighbouring queries select similar keys. With random weights, they do not. Attention over key lists
+takes longer with a larger union ratio r: the number of keys that at least one of 32 neighbouring queries selects,
+divided by the number of keys that one query selects. This module therefore makes each indexer return fixed ("planted")
+projections. The replacement takes no device time. Gradients still reach the indexer's own projections, so that a step
+does all of its work.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> li
 def speed(
     config: Config, phase: PhaseConfig, seconds: float, device: torch.device, devices: int = 1
 ) -> tuple[float, float]:
-    """Return the tokens per second and device, and the MFU. The MFU is NaN on CPUs and for an unknown device."""
+    """Return the tokens per second per device, and the MFU. The MFU is NaN on CPUs and unknown GPUs."""
     train = config.train
     rate = train.global_batch_size * train.seq_len_tokens / devices / seconds
     if device.type != "cuda":

@@ -1,7 +1,7 @@
 """Trains whole models, one after another, in one world of ranks, and measures the speed and memory of each model.
 
-The models are ours, and megatron-core's own model with the sizes of a config (megatron_peer.py). Each model runs in
-each layout. variants.py lists the combinations.
+The models are our own plus megatron-core's model, built to the sizes of a config (megatron_peer.py). Each model runs in
+each layout (variants.py).
 """
 
 from __future__ import annotations

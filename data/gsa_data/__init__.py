@@ -1,4 +1,4 @@
-"""Stream blocks of tokens from shards of JSON lines or Parquet, in a fixed order that a resume continues exactly.
+"""Stream token blocks from JSON-lines or Parquet shards in a fixed order. A resumed run continues this order exactly.
 
 Read the files in this order: whole_files, faults, fetch, listing, unpack, parquet, copies, shards, documents, tokenize,
 tokenizer_json, pack, source_weights, reader, marks, chat_template, chat, prepared, indexed, corpus,

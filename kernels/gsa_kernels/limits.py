@@ -107,11 +107,11 @@ CANDIDATE_BYTES = 8
 
 
 def candidate_room(most_keys: int) -> int:
-    """Return the number of candidates of a row for which memory is reserved, at the largest budget.
+    """Return the number of candidates per row to reserve memory for, at the largest budget.
 
-    Candidates are the keys whose score reaches a threshold, which `_guess_kernel` chooses from a sample of the keys. At
-    most `sampled` of the sampled keys reach it. Each of them stands for CANDIDATE_SAMPLE_STRIDE keys of the row. The
-    result adds three standard deviations, which suffices for all but one row in a thousand.
+    Candidates are the keys whose score reaches a threshold. `_guess_kernel` chooses the threshold such that at most
+    `sampled` keys of the sample reach it. Each sampled key stands for CANDIDATE_SAMPLE_STRIDE keys of the row. The
+    result is the expected number plus three standard deviations, which suffices for all but one row in a thousand.
     """
     expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)

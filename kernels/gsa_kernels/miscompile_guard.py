@@ -1,13 +1,12 @@
 """Finds kernels that Triton compiles to wrong sums, and raises an error before such a kernel runs.
 
-If the axis of a sum (`tt.reduce`) is divided among several warps, each warp stores its partial sum in shared memory, at
-an address that depends on the warp's coordinate along the axis. In Triton 3.6 and 3.7, `delinearize` (Utility.cpp)
-computes wrong coordinates if the bits of a warp's number that belong to one axis are not adjacent. Layouts of reshaped
-matrix products can be of this kind, depending on the GPU.
+A sum (`tt.reduce`) can divide its axis among several warps. Each warp then stores a partial sum in shared memory, at an
+address that depends on the warp's coordinate along the axis. In Triton 3.6 and 3.7, `delinearize` (Utility.cpp)
+computes wrong coordinates if an axis uses bits of the warp index that are not adjacent. Layouts of reshaped matrix
+products can be of this kind, depending on the GPU.
 
 For example, the first bit can belong to rows, the second to heads, and the third to rows again. In a sum over heads,
-all heads then have the same address. The sum contains one head, and old contents of the memory in place of the other
-heads.
+all heads then have the same address. Only one head enters the sum. Old memory contents replace the other heads.
 """
 
 from __future__ import annotations
@@ -83,8 +82,8 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """Return the linear layout with this name, or the slice of one. Return None for other kinds of layout, in which the
-    bits of an axis are adjacent, so sums are right."""
+    """Return the linear layout, or the slice of a linear layout, with this name. Return None for other layouts, whose
+    sums are right because the bits of an axis are adjacent."""
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
         if parent is None:

@@ -37,11 +37,11 @@ FLOAT_TILES = Tiles(rows=32, cols=64, per_program=SCORED_KEYS[4] // 64, warps=4,
 
 
 def score_tiles(inputs: ScoreInputs) -> Tiles:
-    """Return the tile shape. If the tiles of all heads do not fit the shared memory, the function first reduces the
-    number of stages, and then the number of rows. Key lists need the number of rows to stay a multiple of TILE_QUERIES.
+    """Return the tile shape. If the tiles of all heads do not fit in shared memory, the function first reduces the
+    number of stages, and then the number of rows. Key lists need a multiple of TILE_QUERIES rows.
 
     Raises:
-        ValueError: the smallest tile does not fit the GPU.
+        ValueError: the smallest tile does not fit in shared memory.
     """
     queries = inputs.indexer.queries
     heads, dim = queries.shape[2:]
@@ -72,8 +72,8 @@ def write_scores(
 ) -> None:
     """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop.
 
-    The kernel writes every tile of rows and keys in which some key is causal for some row, as far as `out` has columns.
-    All other elements of `out` keep their old values.
+    The kernel writes every tile of rows and keys in which some key is causal for some row, up to the last column of
+    `out`. All other elements keep their old values.
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension
@@ -165,8 +165,8 @@ def load_weights(
     SIGMOID: tl.constexpr,
     TANH: tl.constexpr,
 ):
-    """Load the weights [BLOCK_ROWS] and the bias per head, and the constant term of every score. With ReLU the weights
-    include `scale`, because relu(scale z) = scale relu(z)."""
+    """Load each head's weights [BLOCK_ROWS] and bias. Also return the constant term of each row's scores. With ReLU,
+    the weights include `scale`, because relu(scale z) = scale relu(z)."""
     weights = ()
     biases = ()
     base = tl.zeros([BLOCK_ROWS], dtype=tl.float32)

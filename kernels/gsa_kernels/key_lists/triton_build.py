@@ -226,8 +226,8 @@ def _turn(rows, SIZE: tl.constexpr):
 
 @triton.jit
 def _swap_blocks(rows, WIDTH: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr):
-    """Split the bit matrix into squares of 2 WIDTH rows and 2 WIDTH columns. In each square, swap the upper right
-    quarter and the lower left quarter. LOW masks the lower WIDTH of every 2 WIDTH bits."""
+    """Split the bit matrix into squares of 2 * WIDTH rows and columns. In each square, swap the upper right quarter and
+    the lower left quarter. LOW selects the low WIDTH bits of each group of 2 * WIDTH bits."""
     swapped = ()
     for r in tl.static_range(SIZE):
         if r % (2 * WIDTH) < WIDTH:

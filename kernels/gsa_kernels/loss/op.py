@@ -88,8 +88,8 @@ def triton_indexer_loss(
     `indexer_scores`, `renormalise_target` and `indexer_kl` define the loss. Only the indexer's tensors get gradients.
 
     For fp32 inputs, scores are exact. For bf16 inputs, products accumulate in fp32, and the hardware's sigmoid changes
-    a score by about 1e-5 of its value. Results repeat bit for bit. They do not depend on `row_chunk_bytes`, except for
-    the last bits of the keys' gradients over key lists.
+    a score by about 1e-5 of its value. Results repeat bit for bit. `row_chunk_bytes` changes only the last bits of the
+    keys' gradients, and only with key lists.
 
     Args:
         indexer: its keys up to the last query's own
@@ -140,8 +140,8 @@ def _value_and_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     """Return the sum of the KL of all sampled rows, the KL of each row [B, R], and the gradients of the sum.
 
-    The gradients have the order of the tensors that `tensors_of` returns for the indexer. `triton_indexer_loss` has
-    checked the indexer. The inverse temperature is a tensor.
+    The gradients are in the order of `tensors_of`. `triton_indexer_loss` has checked the indexer and made its inverse
+    temperature a tensor.
     """
     inputs = _inputs(indexer, target.row_sum, attended)
     batch, dim = inputs.k_idx.shape[0], inputs.k_idx.shape[2]

@@ -6,8 +6,8 @@ slope_j its derivative at z_j. The gradients are:
     dweight_j = beta sum_s G a_j      dbias_j = sum_t sum_s dz_j        dbeta = sum_t sum_j weight_j sum_s G a_j
 
 One kernel takes a tile of rows and sums over keys. Another takes a tile of keys and sums over rows. Both recompute the
-product q_j . k. Each program can therefore add up the gradient of its own tile, and no gradients of pairs of tiles are
-stored. Both kernels loop in a fixed order.
+product q_j . k, so that dz_j need not be stored. Both kernels loop in a fixed order, so that results repeat bit
+for bit.
 """
 
 import triton

@@ -78,7 +78,7 @@ class Inputs:
 
 
 def list_columns(lists: KeyLists) -> int:
-    """Return the number of columns of a target over key lists. It is a multiple of COLUMNS, so that rows are aligned in
+    """Return how many columns a target has with key lists: a multiple of COLUMNS, so that rows are aligned in
     memory."""
     return ceil_div(lists.max_count, COLUMNS) * COLUMNS
 

@@ -63,7 +63,7 @@ def slope(a, KIND: tl.constexpr):
 def times_slope(g, product, a, KIND: tl.constexpr):
     """Compute g * da/dz. For ReLU, only the sign of `product` matters, so `a` need not be computed.
 
-    If `product` is NaN, the result for ReLU is g. In an attended pair, a NaN product makes g NaN, so the NaN is kept.
+    With ReLU, the result for a NaN `product` is g. This g is NaN if the row attends to the key, and 0 otherwise.
     """
     return tl.where(product <= 0, 0.0, g) if KIND == RELU else g * slope(a, KIND)
 
@@ -163,7 +163,7 @@ def score_tile(
     WEIGHT_BIAS: tl.constexpr,
 ):
     """Compute scores [BM, BN] times `factor`. The loop loads the queries of one head at a time, because the queries of
-    all heads do not fit the registers."""
+    all heads do not fit in registers."""
     keys_t = tl.trans(keys)
     scores = tl.zeros([row_index.shape[0], keys.shape[0]], tl.float32)
     if KIND == RELU:  # relu(scale x) is scale relu(x)
@@ -211,8 +211,8 @@ def attended_tile(
 
 @triton.jit
 def attended_entries(word, valid):
-    """Return bool [BM, BN]: whether row r of a tile attends to an entry of the tile's key list, which is bit r of the
-    entry's word."""
+    """Return bool [BM, BN]: whether a row attends to an entry of its tile's key list. Row r uses bit r of the entry's
+    word."""
     row = tl.arange(0, valid.shape[0])
     return valid[:, None] & (((word[None, :] >> row[:, None]) & 1) != 0)
 

@@ -101,8 +101,8 @@ def pieces(columns: int) -> tuple[int, int]:
 
 @triton.jit
 def _wide_enough(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return row numbers, as int64 if offsets into the weight exceed int32, as in the output layer of a large
-    vocabulary."""
+    """Return row numbers, in int64 if offsets into the weight exceed int32. The output layer of a large vocabulary
+    needs int64."""
     if ROWS * COLUMNS > INT_MAX:
         return rows.to(tl.int64)
     else:  # noqa: RET505 (the compiler reads what follows a return)

@@ -28,9 +28,9 @@ def sample_keys(inputs: ScoreInputs) -> tuple[ScoreInputs, torch.Tensor]:
     """Return the indexer with one of each CANDIDATE_SAMPLE_STRIDE neighbouring keys, and their ascending positions
     int32 [S].
 
-    Text may be periodic, so the place of the sampled key in its group of neighbours differs from group to group, in
-    steps of the golden ratio. The places do not depend on the length of the sequence. A short last group has no sample
-    if its place is after the end.
+    Text may be periodic, so the sampled key's place in its group of neighbours changes from group to group, in steps
+    of the golden ratio. The places do not depend on the sequence length. A short last group has no sample if the
+    sampled place is after the end of the sequence.
     """
     length, indexer = inputs.num_keys, inputs.indexer
     groups = length // limits.CANDIDATE_SAMPLE_STRIDE

@@ -24,8 +24,8 @@ def causal_packed_mask(
 
 
 def packed_mask_of_ranges(starts: torch.Tensor, ends: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return a packed mask, int32 [..., ceil(Lk / 32)], with a bit of 1 for keys with starts <= key < ends. `starts`
-    and `ends` are int tensors of equal shape [...]."""
+    """Return a packed mask, int32 [..., ceil(Lk / 32)]. The bit of a key is 1 if starts <= key < ends. `starts` and
+    `ends` are int tensors of equal shape [...]."""
     return int32_words(_below(torch.maximum(starts, ends), num_keys) - _below(starts, num_keys))
 
 

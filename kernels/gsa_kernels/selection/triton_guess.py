@@ -1,9 +1,9 @@
 """Guesses a threshold for each row from a sample of its keys. Slightly more than k_t keys (the row's budget) should
 reach it.
 
-If the sigmoids of the indexer saturate, many scores may equal the threshold. The guess then also names a last key: of
-the keys at the threshold, only the keys up to the last key pass. The selection, too, prefers the lower index among
-equal scores. If at least k_t keys pass, they therefore contain the k_t best keys.
+If the sigmoids of the indexer saturate, many scores may equal the threshold. The guess then also names a cut-off key.
+Of the keys at the threshold, only those up to the cut-off key pass. The selection, too, prefers the lower index among
+equal scores. If at least k_t keys pass, the k_t best keys are therefore among them.
 """
 
 from dataclasses import dataclass
@@ -154,8 +154,8 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """Find a score that at least `wanted` sampled causal scores reach. Return this score and how many reach it: at most
-    `most`, unless several scores are equal."""
+    """Return a score that at least `wanted` sampled causal scores reach, and how many scores reach it. Only equal
+    scores can make this number larger than `most`."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found

@@ -64,9 +64,9 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     and the upper bound otherwise. The search ends when exactly k entries reach the lower bound, or when no int32 is
     left between the bounds.
 
-    The next value is interpolated from the counts at the two bounds, to move the bound whose count is further from k.
-    It aims at a count slightly above k to move the lower bound, and slightly below k to move the upper bound. If a
-    round does not halve the number of entries between the bounds, the next round takes the middle of the bounds.
+    The search interpolates the next value from the counts at the two bounds, to move the bound whose count is further
+    from k. To move the lower bound, the search aims at a count slightly above k. To move the upper bound, it aims
+    slightly below k. If a round does not halve the entries between the bounds, the next round takes their middle.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry

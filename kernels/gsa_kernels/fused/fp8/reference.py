@@ -23,8 +23,8 @@ class Quantized(NamedTuple):
 
 
 def attached(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Attach an fp32 tensor [count] to x and return the tensor. The kernel that writes x stores magnitudes of x in it,
-    including the largest."""
+    """Attach an fp32 tensor [count] to x and return the tensor. Each of the `count` programs that write x stores its
+    largest magnitude there."""
     largest = torch.empty(count, dtype=torch.float32, device=x.device)
     x.fp8_magnitudes = largest, x._version  # type: ignore[attr-defined]  # torch allows attributes of our own
     return largest
@@ -78,6 +78,7 @@ def product(
     b_inverse_scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute a [M, K] @ b [N, K]^T * a_inverse_scale * b_inverse_scale in fp32 (fp64 if `dtype` is) and round it."""
+    """Compute a [M, K] @ b [N, K]^T * a_inverse_scale * b_inverse_scale in fp32 (fp64 if `dtype` is fp64),
+    rounded to `dtype`."""
     accumulator = torch.promote_types(torch.float32, dtype)
     return ((a.to(accumulator) @ b.to(accumulator).t()) * (a_inverse_scale * b_inverse_scale)).to(dtype)
