@@ -1,8 +1,8 @@
 """Compute one layer's selection, attention and indexer loss with `gsa_kernels.api` (fused kernels, or plain torch).
 
 A rank's queries form one chunk, or several chunks under context parallelism. Each chunk comes with the sequence's L_k
-keys up to the chunk's last query. Tensors are batch-first and hold this tensor-parallel rank's heads: q [B, L, n_h,
-d_k], k and v [B, L_k, n_kv, d_k].
+keys up to the chunk's last query. Tensors are batch-first and hold this tensor-parallel rank's heads:
+q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class GateProjection(ColumnParallelLinear):
 
     All these layers need only one all-gather and one reduction over the tensor-parallel ranks. In the forward pass,
     this layer gathers its input and returns the gathered input for the other layers. In the backward pass, this layer
-    adds its input gradient to the other layers' sum, and reduces the result.
+    adds its input gradient to the sum of the others, and reduces the result.
     """
 
     def forward(self, input_: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,7 +178,7 @@ def split_gate_logits(logits: torch.Tensor, config: GSATransformerConfig) -> Gat
 def gate_statistics(
     logits: torch.Tensor, config: GSATransformerConfig, bins: tuple[torch.Tensor, torch.Tensor]
 ) -> Statistics:
-    """Measure how far G1 and G2 are open. Unbounded activations have no open state, and no statistics.
+    """Measure how far G1 and G2 are open. The result is empty for unbounded activations, which are never open.
 
     Args:
         logits: [T, B, local rows], detached.

@@ -52,7 +52,7 @@ class Model:
     """Routers of this stage's MoE layers."""
     runtime: AttentionRuntime
     num_indexers: int
-    """Number of layers in the whole model with an indexer."""
+    """Number of layers with an indexer in the whole model."""
     work_time: WorkTime
     """Time this rank spends working in training steps."""
     parallel: Parallel

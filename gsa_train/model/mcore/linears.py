@@ -25,7 +25,7 @@ class LinearLayers:
     row: type
     """Interface of megatron-core's RowParallelLinear: attention's output projection, second feed-forward layer."""
     in_fp8: bool = False
-    """SwiGLU then finds the largest magnitude of its output."""
+    """SwiGLU then finds the largest magnitudes of its results."""
 
 
 def megatron(train: TrainConfig) -> LinearLayers:

@@ -1,6 +1,6 @@
 """Measure budgets, selections and attention probabilities from a layer's tensors in logged steps and validations.
 
-`MeasuredQueries` computes values that all layers share only once, which saves kernel launches.
+`MeasuredQueries` computes only once what all layers share, which saves kernel launches.
 """
 
 from __future__ import annotations
