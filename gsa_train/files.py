@@ -64,8 +64,8 @@ def own_file(path: str, flags: int) -> int:
 def open_to_append(path: Path) -> FileIO:
     """Open a file unbuffered for reading and appending.
 
-    A line break is appended if a kill or a full disk cut off the last line. If the file has several hard links (as from
-    `cp -l`), a copy replaces it, so that the file at the other links stays unchanged.
+    If a kill or a full disk cut off the last line, a line break is appended. If the file has other hard links (as from
+    `cp -l`), this path gets its own copy, and the other links keep the original.
 
     Raises:
         OSError: see `own_file`; or the file cannot be written.
@@ -92,14 +92,14 @@ def append_line(path: Path, line: str) -> None:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file atomically: after a crash the file has either the old or the new content. If the path is a link,
-    the link is replaced and its target stays unchanged."""
+    only the link is replaced, not its target."""
     temporary = path.with_name(path.name + ".tmp")
     write_durably(temporary, content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file and sync it to disk. A link at the path is replaced, and its target stays unchanged."""
+    """Write a file and sync it to disk. If the path is a link, only the link is replaced."""
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
         file.write(content)

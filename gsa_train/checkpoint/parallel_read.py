@@ -74,8 +74,8 @@ _LOG: ContextVar[ReadLog | None] = ContextVar("read_log", default=None)
 def noting(log: ReadLog | None) -> Iterator[None]:
     """Record in `log`, inside this context, what `ParallelReader` reads. None: record nothing.
 
-    With a log, a failed read raises no error, because the other ranks would wait for this rank. The log records the
-    failure as a fault, and the ranks exchange their faults later.
+    If `log` is given, a failed read raises no error, because an error would leave the other ranks waiting. The log
+    records a fault instead, and the ranks exchange faults later.
     """
     token = _LOG.set(log)
     try:

@@ -1,10 +1,10 @@
 """Save checkpoints while training continues.
 
 A save has four parts, and only one save runs at a time:
-1. A few small collectives plan which rank writes what. Training stops only for this part.
-2. Each rank's share is copied to host memory while the next step computes. The step's update waits for the rest of the
-   copy (staging.py).
-3. A thread of each rank writes and fsyncs the rank's files. The threads exchange their results over a gloo group.
+1. A few small collectives plan which rank writes what. Training waits for this part.
+2. Each rank's share is copied to host memory. The next step computes meanwhile, but does not update weights before the
+   copy is complete (staging.py).
+3. A thread on each rank writes and fsyncs the rank's files. The threads exchange results over a gloo group.
 4. The main rank's thread writes metadata and manifest, renames the folder, updates `latest`, and deletes old
    checkpoints.
 
@@ -145,7 +145,7 @@ class CheckpointSaver:
             self._host_memory.reserve([each.nbytes for each in sizes if each.is_cuda])
 
     def hold_update(self) -> None:
-        """Let later work (on the device and on the host) wait until the save in progress has copied its tensors. Call
+        """Make later work on the device and on the host wait until the save in progress has copied its tensors. Call
         this before any work that changes or frees weights or optimizer state."""
         if self._save is not None and self._save.copies is not None:
             self._save.copies.hold_update()
@@ -164,11 +164,11 @@ class CheckpointSaver:
         return step == self.durable_step or (self._save is not None and self._save.state.step == step)
 
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
-        """Start a save of the current state. Returns the results of saves that ended before this call returns.
+        """Start a save of the current state. Returns a list of results of saves that ended before this call returns.
 
-        The call first waits for any save in progress. Without `checkpoint.async_save`, it then also waits for the new
-        save. If the last permitted try has failed, no save starts, because `check` will stop the run. If the state of a
-        rank has NaN or infinite values, nothing is saved, and the last returned result has the error.
+        The call first waits for any save in progress. Without `checkpoint.async_save`, the call also waits for the new
+        save. If the last permitted try failed, no save starts, because `check` will stop the run. If a rank's state has
+        NaN or infinite values, nothing is saved, and the list's last result has the error.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:

@@ -17,8 +17,8 @@ class WithExperts(FullyParallelLoadStrategyWrapper):
     """Loads experts over a separate group.
 
     megatron-core broadcasts each tensor to the whole group that loads the tensor, even to ranks that do not need it.
-    The copies of an expert (of a MoE layer) are on different ranks than the copies of other tensors. If one group
-    loaded both, each rank would receive all experts.
+    The copies of an MoE expert are on different ranks than the copies of other tensors. If one group loaded all
+    tensors, each rank would receive all experts.
     """
 
     def __init__(self, strategy: Any, groups: ProcessGroupCollection) -> None:

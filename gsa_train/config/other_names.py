@@ -94,8 +94,8 @@ RENAMED_VALUES = {("checkpoint.initial_text", "anew"): "fresh"}
 
 
 def any_value_loads(removed_field: str) -> bool:
-    """Return whether any value of the removed field in a checkpoint can be ignored, because the field did not change
-    the model."""
+    """Return whether the removed field had no effect on the model. A checkpoint may then have any value for the
+    field."""
     return removed_field.split(".")[0] not in MODEL_SECTIONS
 
 

@@ -96,7 +96,7 @@ class TrainConfig:
 
 def check_muon(config: Config) -> Iterator[str]:
     """Yield a line for each setting with which Muon cannot run. With another optimizer, yield a line for each changed
-    setting of Muon, which has no effect."""
+    Muon setting, because it is ignored."""
     train = config.train
     if train.optimizer == "muon" and config.parallel.strategy == "deepspeed":
         wrong = (

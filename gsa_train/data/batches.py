@@ -407,7 +407,7 @@ def check_same(identities: Mapping[int, Mapping[str, Any]], where: str) -> None:
 def replay_training_blocks(
     config: Config, tokenizer: Tokenizer, end: Mapping[str, Any]
 ) -> Iterator[np.ndarray]:
-    """Yields again the sequences that the run read up to the state `end`, in arrays int32 [n, L + 1].
+    """Re-yields the sequences that the run had read by the state `end`, in int32 arrays [n, L + 1].
 
     Raises StateMismatch after the last sequence if the replay does not end at the positions in `end`, because the run
     has then read other sequences.

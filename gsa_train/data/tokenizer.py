@@ -21,8 +21,8 @@ def reading_of(config: Config) -> Reading:
 
 
 def load_tokenizer(config: Config) -> Tokenizer:
-    """Load the tokenizer. Raises TokenizerError if the tokenizer is missing, the model's embedding is too small, or
-    the tokenizer cannot write conversations."""
+    """Load the tokenizer. Raises TokenizerError if the tokenizer is missing, has too many tokens for the model, or
+    lacks a usable chat template (`data.format=chat`)."""
     try:
         tokenizer = Tokenizer(config.data.tokenizer, config.data.eos_token or None, reading_of(config))
     except TokenizerError as error:

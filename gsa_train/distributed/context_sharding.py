@@ -1,11 +1,11 @@
 """Decide which tokens of a sequence each context-parallel rank holds.
 
-If there are n ranks, the sequence is cut into c groups of n chunks, and each rank holds one chunk of every group.
-Rank r holds chunk r of a group if the group's index (from 0) has an even number of 1 bits, and else chunk n - 1 - r.
+With n ranks, the sequence is cut into c groups of n chunks, and each rank holds one chunk of every group. If a group's
+index (from 0) has an even number of 1 bits, rank r holds chunk r of the group, otherwise chunk n - 1 - r.
 
-With two groups, rank r holds chunks r and 2 n - 1 - r of the sequence, which is the zig-zag of megatron-core. In dense
-attention, the zig-zag gives all ranks the same work. In sparse attention, a query's cost grows over the first positions
-and then hardly changes, and more groups balance it better.
+With two groups, rank r holds chunks r and 2 n - 1 - r of the sequence, which is megatron-core's zig-zag. In dense
+attention, the zig-zag gives all ranks equal work. In sparse attention, a query's cost grows over the first positions
+and then hardly changes, so more groups balance the work better.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ContextSharding:
     rank: int = 0
     size: int = 1
     chunks: int = 2
-    """Number of chunks of a rank, which is even."""
+    """Number of chunks per rank, which is even."""
 
     def numbers(self, rank: int) -> list[int]:
         """Returns the numbers of the chunks that a rank holds, in the order of the sequence."""

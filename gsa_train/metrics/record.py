@@ -208,8 +208,8 @@ def attention_metrics(layers: dict[str, list[float | None]]) -> dict[str, Any]:
     The overall value is the mean over the layers that have a value. For metrics in `EXTREMES` it is the maximum, and
     for `k_min` the minimum. If any layer has NaN, the overall value is NaN.
 
-    Statistics `name/label` become one metric `name`, a dict label -> overall value. Values of heads become a list per
-    layer, and their spread in each layer a further metric. `expert_metrics` makes the metrics of experts.
+    Statistics named `name/label` become one metric `name`, a dict label -> overall value. Per-head values become one
+    list per layer. The spread of each list becomes another metric. `expert_metrics` makes the expert metrics.
     """
     record: dict[str, Any] = {}
     heads: list[list[float | None]] = []

@@ -149,9 +149,9 @@ def _finishes(run: Run, exit_code: int, seconds: float) -> bool:
 
 
 def warn_of_unsent(run_dir: Path, run_id: str, but: Path) -> None:
-    """Warn of earlier starts whose records W&B may lack.
+    """Warn about earlier starts whose records W&B may lack.
 
-    W&B lacks records if a start was killed before it had sent them, or if the server could not be reached.
+    W&B lacks records if the training process was killed before sending them, or if the server could not be reached.
 
     Args:
         but: the current start's folder, which is left out.

@@ -141,11 +141,11 @@ class WandbSink:
             logger.error("W&B gets no artifact %s: %s", artifact.name, error)
 
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of the W&B run. If W&B's service has ended, log this, and send no more records in this start.
+        """Call a method of the W&B run. If W&B's service has ended, log this, and send no more records until a restart.
 
-        W&B's service is a separate process, which the signal to stop training also ends. A call to the service then
-        fails, but must raise no error, because an error would prevent the last save. The next start opens the same W&B
-        run again.
+        W&B's service is a separate process, and the signal that stops training also ends this process. Calls to the
+        service then fail, but must raise no error, because an error would prevent the last save. A restart reopens the
+        W&B run.
         """
         import wandb
 

@@ -1,8 +1,8 @@
-"""Compute selection, attention and indexer loss of one layer by `gsa_kernels.api` (fused kernels, or plain torch).
+"""Compute one layer's selection, attention and indexer loss with `gsa_kernels.api` (fused kernels, or plain torch).
 
-A rank's queries form one chunk, or several chunks under context parallelism. A chunk comes with the L_k keys of the
-sequence up to its last query. Tensors are batch first and hold the heads of this tensor-parallel rank: q
-[B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
+A rank's queries form one chunk, or several chunks under context parallelism. Each chunk comes with the sequence's L_k
+keys up to the chunk's last query. Tensors are batch-first and hold this tensor-parallel rank's heads:
+q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Projected(NamedTuple):
-    """Projections of a layer's input: only tensors, as activation checkpointing requires."""
+    """Holds a layer's projections. Activation checkpointing allows only tensors here."""
 
     q: torch.Tensor
     """[B, L, n_h, d_k], rotated, for this rank's tokens."""
@@ -50,7 +50,7 @@ class Projected(NamedTuple):
     output_gate: torch.Tensor | None
     """Logits of G1 [B, L, n_kv, n_h / n_kv, d_k]; None without this gate."""
     document_ids: torch.Tensor | None
-    """int32, the document of each token of the whole sequence; None for one document per sequence."""
+    """int32, the document of each token in the whole sequence; None for one document per sequence."""
     queries: torch.Tensor | None = None
     keys: torch.Tensor | None = None
     head_weight_logits: torch.Tensor | None = None
@@ -84,7 +84,7 @@ class LossInputs:
 
 
 class AttentionOverChunks:
-    """One layer's selection and attention for all chunks of this rank; records their statistics."""
+    """Computes one layer's selection and attention for all chunks of this rank, and records statistics."""
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class AttentionOverChunks:
             indexed: indexer queries of this rank's tokens, and indexer keys of all tokens.
             variance: holds V̄ (average variance of the scores) for the budgets, and records new variances.
             document_ids: all tokens of the sequence.
-            overlap_with: launches device work that does not need the selection, in the caller's grad mode. The device
-                does it while the host waits for the length of the last chunk's key lists.
+            overlap_with: launches device work that does not need the selection, in the caller's grad mode. This work
+                runs while the host waits for the length of the last chunk's key lists.
         """
         with_temperature = attention_pass.sparse and attention_pass.trains_indexer
         chunks, selections = self.chunks(indexed.queries.shape[1]), []
@@ -240,8 +240,8 @@ class AttentionOverChunks:
         loss: LossInputs | None,
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute one chunk's attention and output gate G1. Reads only arguments and parameters, so it can be
-        recomputed.
+        """Compute one chunk's attention and output gate G1, from arguments and parameters only, so that recomputation
+        works.
 
         Args:
             attended: the selected keys, possibly an earlier layer's; None: all causal keys.
@@ -279,12 +279,12 @@ class AttentionOverChunks:
         """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log.
 
         I_t are the indexer scores of the attended keys, and beta is the inverse temperature. The log gets each query's
-        KL, [B, L], or an estimated sum over all queries if queries are sampled or sharded.
+        KL, [B, L]. If queries are sampled or sharded, the log gets the (estimated) sum.
 
         The target p_t is the mean of the attention probabilities over the heads of all tensor-parallel ranks. To
-        compute p_t, the ranks all-gather queries, keys and log-sum-exps. Gathering the probabilities would send L^2
-        elements. Each rank then computes the KL of its share of the queries. Its sum is multiplied by the number of
-        ranks, because the indexer's gradients are averaged over the ranks (indexer.py).
+        compute p_t, the ranks all-gather queries, keys and log-sum-exps, because the probabilities have L^2 elements.
+        Each rank then sums the KL over its share of the queries. This sum is multiplied by the number of ranks, because
+        the indexer's gradients are averaged over the ranks (indexer.py).
         """
         tp = self.tp_group
         q, k, lse = (gather_heads(x, dim, tp) for x, dim in ((inputs.q, 2), (inputs.k, 2), (lse, 1)))
@@ -309,7 +309,7 @@ class AttentionOverChunks:
     def sampled_tokens(
         self, length: int, document_ids: torch.Tensor | None, attention_pass: AttentionPass
     ) -> torch.Tensor:
-        """Return the indices (int64), among this rank's `length` tokens, for statistics with many values per token."""
+        """Return which of this rank's `length` tokens (int64 indices) enter statistics with many values per token."""
 
         def tokens() -> torch.Tensor:
             pieces = [(chunk, self._sample(length, chunk, attention_pass)) for chunk in self.chunks(length)]
@@ -320,7 +320,7 @@ class AttentionOverChunks:
         return self.runtime.once(document_ids, ("sampled tokens", length), tokens)
 
     def _sample(self, length: int, chunk: QueryChunk, attention_pass: AttentionPass) -> QuerySample | None:
-        """Return the queries of a chunk to measure; this rank has `length` tokens."""
+        """Return the chunk's queries to measure; this rank has `length` tokens."""
         whole = length * self.cp_group.size()
         return self.runtime.query_sample(attention_pass, whole, chunk.start, chunk.end)
 

@@ -28,15 +28,15 @@ class AttentionPass:
     batch_share: float = 1.0
     """Sequences of this step divided by `train.global_batch_size`; below 1 in a batch ramp."""
     kl_grad_scale: float | torch.Tensor = 0.0
-    """Factor of a layer's KL sum in the gradient: a number, or fp32, 0-d."""
+    """Factor for the gradient of a layer's KL sum: a number, or fp32, 0-d."""
     row_fraction: float = 1.0
     """Fraction of queries in the indexer loss (`gsa.indexer_loss_row_fraction`); validation uses all."""
     row_draw: int = 0
-    """Number of the random sample (`RowSample`) of queries for the indexer loss in the first micro-batch. Each later
-    micro-batch has the next number."""
+    """Number of the random query sample (`RowSample`) for the indexer loss in the first micro-batch. Each later
+    micro-batch uses the next number."""
     will_recompute: bool = False
-    """True in the forward pass of a layer with activation recomputation. This run has no graph, statistics, samples or
-    indexer loss. The backward pass runs the layer again, with all of them."""
+    """True in a layer's forward pass if the backward pass will recompute the layer. Graph, statistics, samples and
+    indexer loss then exist only in the recomputation."""
 
     @property
     def uses_indexer(self) -> bool:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class PreciseBuffers(torch.nn.Module):
-    """Keeps the precision of its buffers when it moves to a device. megatron-core casts a bf16 model's buffers."""
+    """Keeps its buffers' precision in a bf16 model, where megatron-core would cast buffers to bf16."""
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
@@ -27,7 +27,7 @@ class VarianceTracker(PreciseBuffers):
 
     The average V̄ changes only in `update_variance_emas`, after the optimizer step. All micro-batches of a step, and
     their recomputation, therefore use the same V̄, and no token influences an earlier token through V̄. A query with
-    one causal key has variance 0, and does not count in the mean.
+    one causal key has variance 0 and is not counted in the mean.
     """
 
     ema: torch.Tensor
@@ -36,7 +36,7 @@ class VarianceTracker(PreciseBuffers):
     def __init__(self, device: torch.device | str, fused: bool = False) -> None:
         """
         Args:
-            fused: add with one kernel launch (Triton).
+            fused: add in one Triton kernel launch.
         """
         super().__init__()
         self._fused = fused
@@ -65,7 +65,7 @@ def update_variance_emas(
 ) -> None:
     """Update the average V̄ <- decay * V̄ + (1 - decay) * the step's mean variance over all data-parallel ranks.
 
-    Call this after each step that ran the indexers. The device decides these cases, so the host does not wait:
+    Call this after each step that ran the indexers. The device handles these cases, so the host does not wait:
     - V̄ is 0, as in the first step: the mean becomes V̄.
     - A layer's mean is not finite: this layer keeps its V̄.
     - `applied` (0-d bool) is False, or `counted_rows` is 0: all layers keep their V̄.

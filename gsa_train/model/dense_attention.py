@@ -1,4 +1,4 @@
-"""Run dense causal attention of other libraries, for passes that do not need the probabilities."""
+"""Run dense causal attention from other libraries in passes that do not need the probabilities."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dense_attention_name(config: Config, dtype: torch.dtype) -> str:
 
 
 def build_dense_attention(name: str) -> DenseAttention | None:
-    """Return the function of this name; None for `triton`, the kernels of sparse attention."""
+    """Return the function with this name; None for `triton`, the sparse-attention kernels."""
     if name == "triton":
         return None
     if name == "flash_attn":

@@ -1,4 +1,4 @@
-"""Compute parameters and floating-point operations of a model from its shapes.
+"""Count a model's parameters and floating-point operations from its shapes.
 
 Symbols: d hidden size, n_h query heads, n_kv key-value heads, d_k head size, H_I indexer heads, d_I indexer size, L
 sequence length, E experts per layer, k experts per token. A multiply-add counts as 2 operations.
@@ -88,7 +88,7 @@ def _gate_weights(model: ModelConfig, gsa: GSAConfig) -> int:
 
 
 def parameters_per_indexer(model: ModelConfig, gsa: GSAConfig) -> int:
-    """Return the number of parameters: W_q, W_k, w, and if the config has them, the biases, two norms and beta."""
+    """Return the number of parameters in W_q, W_k and w, and in any configured biases, norms and beta."""
     heads, dim, scores = gsa.indexer_heads, gsa.indexer_dim, SCORES[gsa.indexer_activation]
     matrices = model.hidden_size * (heads * dim + dim + scores.learns_head_weights * heads)
     biases = (scores.has_score_bias + scores.has_head_weight_bias) * heads
@@ -119,7 +119,7 @@ class FlopsPerToken:
     indexer_projections: float
     indexer_scores: float
     kl_target: float
-    """Target of the indexer loss (head-averaged probabilities): Q K^T over the attended keys of the loss's queries."""
+    """Target of the indexer loss (head-averaged probabilities): Q K^T over the attended keys of queries in the loss."""
     dense_equivalent: float
     """For comparison, the operations of this model with dense attention, no indexer, and all parameters trained. Not
     part of the total."""
@@ -141,9 +141,9 @@ def flops_per_token(
 ) -> FlopsPerToken:
     """Count operations per token in a phase, averaged over the positions of a sequence.
 
-    Only matrix products count, without recomputation. The backward pass of trained parameters costs twice their forward
-    pass. Indexer projections run over all queries. Indexer scores have gradients only for queries in the indexer loss,
-    and only at the keys that these queries attend to.
+    Only matrix products are counted, and recomputation is not. In trained parts, the backward pass costs twice the
+    forward pass. Indexer projections run over all queries. Indexer scores have gradients only for queries in the
+    indexer loss, and only at their attended keys.
 
     Args:
         mean_selected: measured mean number of selected keys; None: `mean_selected_keys`, from the budget k_base.
@@ -170,7 +170,7 @@ def flops_per_token(
     experts = mixtures * 2 * 3 * d * widths
     output = 2 * d * model.vocab_size
 
-    # The indexer runs to select or to train.
+    # The indexer runs if it selects or trains.
     learns = phase.train != "base"
     indexers = indexer_layers(model, gsa) if phase.attention == "sparse" or learns else 0
     heads, dim = gsa.indexer_heads, gsa.indexer_dim
@@ -199,7 +199,7 @@ def flops_per_token(
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
     """Return the expected fraction of the queries that are in the indexer loss.
 
-    The loss uses stretches of STRETCH_ROWS adjacent queries: every n-th stretch, where n is the inverse of
+    The loss uses every n-th stretch of STRETCH_ROWS adjacent queries, where n is the inverse of
     `gsa.indexer_loss_row_fraction`, and at least one stretch per sequence.
     """
     stretches = -(-seq_len_tokens // STRETCH_ROWS)
@@ -226,8 +226,8 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
     return total / sum(map(len, causal_keys))
 
 
-# Dense peak rates by the driver's device name. bf16 rates are for tensor cores (half of the datasheet's figure "with
-# sparsity"), fp32 rates without tensor cores. Names are exact, because variants of one chip differ.
+# Dense peak rates by the driver's device name. bf16 rates use tensor cores (half the datasheet's figure "with
+# sparsity"), and fp32 rates do not. Names are exact, because variants of a chip differ.
 _A100 = (312e12, 19.5e12)  # A100 datasheet: the same for all variants
 _H100_SXM = (989e12, 67e12)  # H100 datasheet, SXM; H200 datasheet: the same rates
 _PEAK_FLOPS_PER_SECOND: dict[str, tuple[float, float | None]] = {

@@ -1,6 +1,6 @@
 """Implement the gate variants of the gated-attention study (arXiv 2505.06708) in plain torch.
 
-The two gates of the GSA paper, a sigmoid per head and channel, are in gates.py, with fused kernels.
+The GSA paper's two gates, a sigmoid per head and channel, are in gates.py and have fused kernels.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HeadGate(MegatronModule):
     def __init__(self, config: GSATransformerConfig, groups: ProcessGroupCollection, rows: int) -> None:
         """
         Args:
-            rows: gates of a layer over all ranks
+            rows: a layer's gates over all ranks
         """
         super().__init__(config)
         self.tp_group = groups.tp
@@ -76,7 +76,7 @@ class HeadGate(MegatronModule):
 
 
 class ReplicatedGate(MegatronModule):
-    """Computes gates whose weights each tensor-parallel rank holds whole: gates that all heads share, and G5 after
+    """Computes gates whose weights are replicated over tensor-parallel ranks: gates that all heads share, and G5 after
     W_O."""
 
     def __init__(
@@ -84,7 +84,7 @@ class ReplicatedGate(MegatronModule):
     ) -> None:
         """
         Args:
-            for_heads: True: gates of this rank's heads, for all tokens. False: gates of W_O's output, for this rank's
+            for_heads: True: gates on this rank's heads, for all tokens. False: gates on W_O's output, for this rank's
                 tokens.
         """
         super().__init__(config)

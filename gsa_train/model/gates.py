@@ -21,7 +21,7 @@ class GateProjection(ColumnParallelLinear):
 
     All these layers need only one all-gather and one reduction over the tensor-parallel ranks. In the forward pass,
     this layer gathers its input and returns the gathered input for the other layers. In the backward pass, this layer
-    adds its own input gradient to the sum of the others', and reduces the result.
+    adds its input gradient to the sum of the others, and reduces the result.
     """
 
     def forward(self, input_: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,7 +70,7 @@ class _LogitsAndInput(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         shared, weight, bias = ctx.saved_tensors
         rows = grad_logits.flatten(0, 1)
-        # No other code reads the other layers' gradient, so it is overwritten.
+        # The other layers' gradient may be overwritten, because no other code reads it.
         grad_hidden = grad_shared.contiguous()
         grad_hidden.flatten(0, 1).addmm_(rows, weight)
         # The reduction overlaps with the computation of the weight gradient.
@@ -178,7 +178,7 @@ def split_gate_logits(logits: torch.Tensor, config: GSATransformerConfig) -> Gat
 def gate_statistics(
     logits: torch.Tensor, config: GSATransformerConfig, bins: tuple[torch.Tensor, torch.Tensor]
 ) -> Statistics:
-    """Measure how far G1 and G2 are open. Empty for unbounded activations, which have no open or closed state.
+    """Measure how far G1 and G2 are open. The result is empty for unbounded activations, which are never open.
 
     Args:
         logits: [T, B, local rows], detached.
@@ -226,6 +226,6 @@ def _rows(config: GSATransformerConfig) -> list[int]:
 
 
 def rows_per_group(config: GSATransformerConfig) -> tuple[int, ...]:
-    """Return the rows of each per-head gate for one key-value head, or for all heads if they share the gate."""
+    """Return each per-head gate's number of rows for one key-value head, or for all heads with shared gates."""
     groups = config.num_query_groups if config.gsa.gate_sharing == "head_specific" else 1
     return tuple(rows // groups for rows in _rows(config))

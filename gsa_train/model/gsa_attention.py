@@ -164,8 +164,8 @@ class GSASelfAttention(MegatronModule):
 
         Args:
             hidden_states: the layer's normalised input, [L, B, d] ([L / tp, B, d] under sequence parallelism).
-            attention_mask: document ids of the whole packed sequences [B, L * cp], or None for one document each.
-            unused: other arguments of megatron-core (inference, other packing formats).
+            attention_mask: document ids of the whole packed sequences [B, L * cp]; None: one document per sequence.
+            unused: megatron-core's other arguments (inference, other packing formats).
         """
         attention_pass = self.runtime.pass_of_this_forward()
         gates = projection_gate = None

@@ -84,8 +84,8 @@ class Indexer(MegatronModule):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype, device=device))
         parameter.gsa_indexer = True  # type: ignore[attr-defined]  # its own learning rate (optimizer/mcore.py)
-        # Averaging keeps the replicas bitwise equal. It is correct in plain torch, where all ranks compute the same
-        # gradient, and with the kernels, where each rank computes its share of the queries times the number of ranks.
+        # Averaging keeps the replicas bitwise equal. In plain torch, all ranks compute the same gradient. With the
+        # kernels, each rank computes the gradient of its queries, times the number of ranks.
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
         return parameter
 
@@ -112,7 +112,7 @@ class Indexer(MegatronModule):
         return IndexerProjections(queries, keys, head_weight_logits)
 
     def applied(self, projections: IndexerProjections, with_temperature: bool = True) -> AppliedIndexer:
-        """Combine the projections with the parameters of the scores.
+        """Combine the projections with the score parameters.
 
         Args:
             with_temperature: include beta, for the indexer loss.
@@ -130,8 +130,8 @@ class Indexer(MegatronModule):
         if self.log_inverse_temperature is not None:
             return self.log_inverse_temperature.float().exp()[0]
         if self._fixed_inverse_temperature is None:  # not a buffer, which a bf16 model would round
-            # Take the device from a buffer. If a pass reads a parameter here, ZeRO-3 gathers it in every later pass,
-            # in another order than it recorded.
+            # Take the device from a buffer. If a pass read a parameter here, ZeRO-3 would gather parameters in an order
+            # that differs from its recorded order.
             value, device = float(self.gsa.indexer_temperature), self.padding.device
             self._fixed_inverse_temperature = torch.full((), value, dtype=torch.float32, device=device)
         return self._fixed_inverse_temperature

@@ -23,11 +23,10 @@ class AttentionRuntime:
     attention_pass: AttentionPass = field(default_factory=AttentionPass)
     """The current pass. Between passes it is the phase's default, which steps and validation modify."""
     shared_selection: Any = field(default=None, repr=False)
-    """Selections of the layer with the indexer, one per chunk of queries, for the other layers of its group
-    (`selection_reuse`)."""
+    """The group's selections, one per query chunk, from the layer with the indexer (`selection_reuse`)."""
 
     _row_draws: dict[int, int] = field(default_factory=dict, repr=False)
-    """Per layer: number of losses in this step that have sampled rows."""
+    """Per layer: number of losses with sampled rows in this step."""
     _samples: dict[tuple[int, int, int], QuerySample] = field(default_factory=dict, repr=False)
     _documents: torch.Tensor | None = field(default=None, repr=False)
     """The documents for which `_made` holds results."""
@@ -38,7 +37,7 @@ class AttentionRuntime:
 
     @contextmanager
     def during(self, attention_pass: AttentionPass) -> Iterator[None]:
-        """Set the pass for the layers in this block, and reset the sampling of rows."""
+        """Set the pass for layers called in this context, and reset row sampling."""
         before, self.attention_pass = self.attention_pass, attention_pass
         self._row_draws.clear()
         try:

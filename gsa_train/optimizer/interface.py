@@ -114,9 +114,9 @@ class PhaseOptimizer(ABC):
     def average_weights(self, decay: float, applied: torch.Tensor) -> None:
         """Move the average towards the updated weights, if `applied`.
 
-        The rate depends on the number of updates, so that the initial value of the average has no influence. After n
-        updates, the average is the weighted mean of the parameters after updates 1 to n. The factor of update i is
-        proportional to decay^(n - i).
+        The rate depends on the number of updates, so that the average's initial value has no influence. After n
+        updates, the average is a weighted mean of the parameters after updates 1 to n. The parameters after update i
+        have a weight proportional to decay^(n - i).
         """
         rate = (1 - decay) / (1 - decay ** self.updates.double())
         rate = torch.where(applied, rate, 0).float()

@@ -94,8 +94,8 @@ class MicroBatchGraph:
     def run_plain(self, run_passes: Callable[[], list[Results]], measures: bool) -> list[Results]:
         """Run passes without a graph, in the memory of the graphs if they exist.
 
-        The next replay overwrites this memory. Results are therefore copied out, and the passes may leave no other
-        tensor there.
+        The next replay overwrites this memory. Results are therefore copied out, and the passes must leave no tensor
+        there.
 
         Args:
             run_passes: runs forward and backward and returns named results of each micro-batch.

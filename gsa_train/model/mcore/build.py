@@ -52,9 +52,9 @@ class Model:
     """Routers of this stage's MoE layers."""
     runtime: AttentionRuntime
     num_indexers: int
-    """Number of layers of the whole model that have an indexer."""
+    """Number of layers with an indexer in the whole model."""
     work_time: WorkTime
-    """Time that this rank works in training steps."""
+    """Time this rank spends working in training steps."""
     parallel: Parallel
 
     @property

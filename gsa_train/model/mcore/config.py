@@ -18,7 +18,7 @@ from gsa_train.model.mcore.linears import LINEAR_LAYERS, LinearLayers, megatron,
 
 @dataclass
 class GSATransformerConfig(TransformerConfig):
-    """Extends megatron-core's transformer config by the sections `gsa` and `moe` and our model options."""
+    """Extends megatron-core's transformer config with our `gsa` and `moe` sections and model options."""
 
     gsa: GSAConfig = field(default_factory=GSAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -122,7 +122,7 @@ def to_mcore_config(config: Config, parallel: Parallel) -> GSATransformerConfig:
         virtual_pipeline_model_parallel_size=config.parallel.virtual_pipeline if interleaved else None,
         pipeline_model_parallel_layout=_pipeline_layout(config),
         # Interleaved stages must exchange tensors one at a time. With batched sends, two stages that are both next and
-        # previous to each other silently swap tensors. Megatron-LM asserts this, megatron-core does not.
+        # previous to each other silently swap tensors. Megatron-LM refuses this setting, but megatron-core does not.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         context_parallel_size=parallel.context_size,
@@ -164,7 +164,7 @@ def _pipeline_layout(config: Config) -> list[list[str]] | None:
 
 
 def _experts(config: Config) -> dict[str, int]:
-    """Return settings for megatron-core's experts. Router and token exchange are ours."""
+    """Return settings for megatron-core's experts. The router and token exchange are ours."""
     if config.moe.experts == 0:
         return {}
     return {

@@ -8,7 +8,7 @@ import torch
 
 
 def mark_as_expert(parameter: Any) -> None:
-    """Mark an expert's parameter by `allreduce = False`.
+    """Mark an expert's parameter with `allreduce = False`.
 
     megatron-core sets this mark only if `parallel.expert` is above 1. Experts also need the mark if `parallel.tensor`
     shards everything except experts. Otherwise, their gradients would be reduced over too few ranks.

@@ -1,8 +1,8 @@
 """Implement megatron-core's parallel linear layers with FP8 products (`train.linear_layers: fp8`).
 
-Inputs and weights are rounded to E4M3 and gradients to E5M2, each matrix with the scale of its own largest magnitude
-(current scaling). The bf16 weight is a layer's only state. Tensor-parallel ranks share the largest magnitude of the
-whole matrix, so that sharding does not change the rounding.
+Inputs and weights are rounded to E4M3, and gradients to E5M2. Each matrix is scaled by its own largest magnitude
+(current scaling). A layer's only state is its bf16 weight. Tensor-parallel ranks use the largest magnitude of the whole
+matrix, so sharding does not change the rounding.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def quantize(
 
     Args:
         tensors: [..., K]
-        transposes: for each matrix, whether to return the transpose, too
+        transposes: for each matrix, whether to also return the transpose
         group: ranks with shards of the matrices
     """
     find, cast = operations(tensors[0].is_cuda)
@@ -124,7 +124,7 @@ def quantize(
 
 
 def operations(on_gpu: bool) -> tuple[Callable[..., torch.Tensor], Callable[..., list[Quantized]]]:
-    """Return `magnitudes` and `quantize`: kernels, or on CPUs the reference."""
+    """Return `magnitudes` and `quantize`: GPU kernels, or the CPU reference."""
     if not on_gpu:
         return reference.magnitudes, reference.quantize
     from gsa_kernels.fused.fp8.op import fused_magnitudes, fused_quantize  # imports Triton
@@ -140,10 +140,10 @@ def product(
     dtype: torch.dtype,
     fast: bool = False,
 ) -> torch.Tensor:
-    """Compute a [M, K] @ b [N, K]^T times both inverse scales on the tensor cores, or on CPUs by the reference.
+    """Compute a [M, K] @ b [N, K]^T times both inverse scales. CPUs run the reference implementation.
 
     Args:
-        fast: accumulate in the registers of the tensor cores, which keep fewer bits than fp32.
+        fast: accumulate in the tensor cores' registers, which keep fewer bits than fp32.
     """
     if not a.is_cuda:
         return reference.product(a, b, a_inverse_scale, b_inverse_scale, dtype)

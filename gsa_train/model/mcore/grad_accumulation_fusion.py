@@ -1,7 +1,7 @@
 """Accumulate weight and bias gradients directly into their fp32 buffers.
 
-megatron-core's `gradient_accumulation_fusion` needs an extension of Apex. This module replaces it by torch's calls of
-cuBLAS. No bf16 gradient is written and read again.
+megatron-core's `gradient_accumulation_fusion` needs an Apex extension. This module replaces the extension with torch's
+cuBLAS calls, so that no bf16 gradient is stored.
 """
 
 from __future__ import annotations

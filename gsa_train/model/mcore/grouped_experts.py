@@ -20,7 +20,7 @@ GROUPED_MM: Callable[..., torch.Tensor] = (
     torch.nn.functional.grouped_mm if hasattr(torch.nn.functional, "grouped_mm") else torch._grouped_mm
 )
 """Grouped matrix product: rows [M, k] sorted by group, weights [groups, k, n] and offs (int32 [groups], each group's
-last row + 1) give [M, n]. The function is private in older versions of torch."""
+last row + 1) give [M, n]. The function is private in older torch versions."""
 
 
 class GroupedExperts(MegatronModule):
@@ -47,15 +47,15 @@ class GroupedExperts(MegatronModule):
         """
         Args:
             rows: [M, d], sorted by expert.
-            tokens_per_expert: int64 [experts], with the sum M.
+            tokens_per_expert: int64 [experts], with sum M.
             weights: [M], routing weights of the outputs.
 
         Returns:
             [M, d], weighted; with expert tensor parallelism this rank's partial sum.
         """
         ends = tokens_per_expert.cumsum(0).int()
-        # Weight before the second product, as in megatron-core. The backward pass then does not need this product's
-        # output.
+        # Apply weights before the second product, as in megatron-core. The backward pass then does not need this
+        # product's output.
         inner = self.activation(GROUPED_MM(rows, self.linear_fc1().transpose(1, 2), offs=ends), weights)
         return GROUPED_MM(inner, self.linear_fc2().transpose(1, 2), offs=ends), None
 
@@ -126,7 +126,7 @@ class _Weights(torch.nn.Module):
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        # These are megatron-core's marks, which let each rank's shard count in the gradient norm.
+        # With these marks, megatron-core includes each rank's shard in the gradient norm.
         weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, split + 1, stride
         self.weight = weight
 

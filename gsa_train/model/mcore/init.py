@@ -1,4 +1,4 @@
-"""Sample initial weights that are independent of the layout.
+"""Sample initial weights independently of the parallel layout.
 
 Each full parameter is sampled from a generator seeded by the run's seed and the parameter's global name, then cut to
 this rank's shard.
@@ -32,7 +32,7 @@ def global_named_parameters(gpt: GPTModel) -> Iterator[tuple[str, torch.nn.Param
 
 @torch.no_grad()
 def initialize_weights(gpt: GPTModel, config: Config, parallel: Parallel) -> None:
-    """Initialize matrices from a normal distribution, norms as 1, gate biases as configured, and everything else as 0.
+    """Initialize matrices from a normal distribution, norms to 1, gate biases as configured, and everything else to 0.
     Output projections are scaled by 1/sqrt(2 * layers)."""
     for name, parameter in global_named_parameters(gpt):
         if name.endswith(("layernorm.weight", "_norm_weight")):
@@ -67,7 +67,7 @@ def _matrices(
 
 
 def _tensor_ranks(parameter: torch.Tensor, parallel: Parallel) -> tuple[int, int]:
-    """Return this rank in the group that shards the parameter, and the group's size."""
+    """Return this rank's index in the group that shards the parameter, and the group's size."""
     if is_of_expert(parameter):
         return parallel.expert_tensor_rank, parallel.expert_tensor_size
     return parallel.tensor_rank, parallel.tensor_size
@@ -82,7 +82,7 @@ def _full_matrix(name: str, parameter: Any, config: Config, parallel: Parallel) 
     shape = list(parameter.shape)
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= _tensor_ranks(parameter, parallel)[1]
-    # 32 bits hold run seed and name, because torch's CPU generator ignores the upper half of a 64-bit seed.
+    # Run seed and name are hashed to 32 bits, because torch's CPU generator ignores a 64-bit seed's upper half.
     key = zlib.crc32(f"{config.run.seed} {name}".encode())
     generator = torch.Generator(parallel.device).manual_seed(key)
     return torch.randn(shape, generator=generator, device=parallel.device) * std

@@ -1,4 +1,4 @@
-"""Build the linear layers of attention and feed-forward layers.
+"""Build the linear layers of attention and feed-forward network.
 
 `train.linear_layers` chooses one of the functions in LINEAR_LAYERS. To add a precision, add a function there. Four
 kinds of layers do not depend on this choice: the projections of gates and indexer, grouped experts (moe.experts_impl),
@@ -25,7 +25,7 @@ class LinearLayers:
     row: type
     """Interface of megatron-core's RowParallelLinear: attention's output projection, second feed-forward layer."""
     in_fp8: bool = False
-    """SwiGLU then finds the largest magnitudes of what it writes."""
+    """SwiGLU then finds the largest magnitudes of its results."""
 
 
 def megatron(train: TrainConfig) -> LinearLayers:
@@ -43,11 +43,11 @@ def fp8(train: TrainConfig) -> LinearLayers:
 LINEAR_LAYERS: dict[str, Callable[[TrainConfig], LinearLayers]] = {"fp8": fp8, "megatron": megatron}
 
 FP8_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs with FP8 products: Ada. Hopper has 9.0."""
+"""Compute capability of Ada, the first GPUs with FP8 products."""
 
 
 def unsupported_by_device(train: TrainConfig, device: torch.device) -> list[str]:
-    """Return a line if this device lacks products in FP8. The reference on CPUs is only for tests."""
+    """Return a line if this device lacks FP8 products. The CPU reference is only for tests."""
     import torch
 
     if train.linear_layers != "fp8":

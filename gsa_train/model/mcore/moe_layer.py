@@ -40,7 +40,7 @@ class OneByOne(SequentialMLP):
 
 
 def _forget_extra_state(module: torch.nn.Module, found: Any) -> None:
-    """Ignore missing `_extra_state`, as a hook of `load_state_dict`."""
+    """Ignore missing `_extra_state`, as a `load_state_dict` hook."""
     found.missing_keys[:] = [
         key for key in found.missing_keys if not (".local_experts." in key and key.endswith("._extra_state"))
     ]
@@ -89,7 +89,7 @@ class MixtureOfExperts(MegatronModule):
             self.shared_experts = MLP(of_shared, feed_forward, ffn_hidden_size=width, tp_group=groups.tp)
 
     def set_layer_number(self, number: int) -> None:
-        """Set the layer's number. megatron-core calls this method with numbers from 1."""
+        """Set the layer's number. megatron-core counts layers from 1."""
         self.router.layer = number - 1
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:

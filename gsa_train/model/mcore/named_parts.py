@@ -17,7 +17,7 @@ from gsa_train.profiling.trace_spans import trace_span
 
 
 class NamedTransformerLayer(TransformerLayer):
-    """Names the spans of attention and feed-forward network, which include their norm and residual connection."""
+    """Names the spans of attention and feed-forward network, including their norms and residual connections."""
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
         with trace_span("attention"):
@@ -61,15 +61,15 @@ def _normed(norm: torch.nn.Module, get_add: Callable[..., Any]) -> Callable[...,
 
 
 class NamedGPTModel(GPTModel):
-    """Names the spans of the embedding, and of output layer and loss together."""
+    """Names the embedding's span, and one span for output layer and loss."""
 
     objective: Objective
-    """Objective of training. Validation scores the cross-entropy."""
+    """Training objective. Validation uses the cross-entropy."""
     train_config: TrainConfig
     """Settings of the objective."""
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return fp32 losses [B, L] of this rank's logits [L, B, V / tp], in training as `training_losses`."""
+        """Return fp32 losses [B, L] for this rank's logits [L, B, V / tp]. Training uses `objective`."""
         given = (logits, labels, self.pg_collection.tp, self.config.fused_ops, self.train_config)
         return training_losses(self.objective, *given) if self.training else cross_entropy(*given)
 

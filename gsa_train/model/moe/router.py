@@ -37,8 +37,8 @@ class RouterContext:
     averaged, divided by the tokens of a full global batch. For smaller batches of a batch ramp,
     `AttentionPass.batch_share` corrects the factor."""
     earlier_choices: Callable[[torch.Tensor], torch.Tensor]
-    """Counts, for each token and expert, the earlier tokens of the whole sequence that chose the expert: this rank's
-    choices, bool [L, B, E], to int64 [L, B, E]. Collective. Called only if experts have a capacity."""
+    """Counts, for each token and expert, the earlier tokens of the whole sequence that chose the expert. Takes this
+    rank's choices, bool [L, B, E], and returns int64 [L, B, E]. Collective. Called only with a capacity."""
     ranks_of_sequence: int
     """Ranks that share a sequence."""
 
@@ -46,8 +46,8 @@ class RouterContext:
 class Router(PreciseBuffers):
     """Scores all experts for each token and chooses the top k, in fp32.
 
-    The loads and biases of experts change only in `update_routers`, after the optimizer step. So all micro-batches of a
-    step, and their recomputation, use the same loads and biases.
+    Expert loads and biases change only in `update_routers`, after the optimizer step. All micro-batches of a step, and
+    their recomputation, therefore use the same values.
     """
 
     layer: int
@@ -87,7 +87,7 @@ class Router(PreciseBuffers):
         self.register_buffer("expert_bias", zero if moe.balancing == "aux_free" else None)
 
     def balance(self) -> list[torch.Tensor]:
-        """Return the buffers that a step updates, equal on all ranks with this layer."""
+        """Return the buffers that a step updates, which are equal on all ranks with this layer."""
         return [held for held in (self.loads, self.expert_bias) if held is not None]
 
     def forward(self, hidden: torch.Tensor) -> Routing:
@@ -158,8 +158,8 @@ def _shares(scores: torch.Tensor) -> torch.Tensor:
 def update_routers(routers: Sequence[Router], group: dist.ProcessGroup, applied: torch.Tensor) -> None:
     """Update loads and biases from the choices of a step over all ranks, and reset the counts. Collective.
 
-    Call this after each step that trains the base model. If `applied` (0-d bool) is False, loads and biases stay
-    unchanged. The device reads `applied`, so the host does not wait for the device.
+    Call this after each step that trains the base model. If `applied` (0-d bool) is False, loads and biases do not
+    change. The device reads `applied`, so the host does not wait.
 
     Args:
         group: ranks of this stage over which the tokens of the global batch are sharded.

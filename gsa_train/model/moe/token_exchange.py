@@ -7,8 +7,8 @@ rank are contiguous. One all-to-all sends the rows to the experts, and another r
 With expert tensor parallelism, several ranks hold a part of each expert. Each of these ranks gets a copy of the rows
 and returns a partial output. The partial outputs are summed after their return.
 
-All data moves by permutations whose backward passes are gathers, without atomic additions. Results therefore repeat
-bit for bit.
+Data moves in permutations whose backward passes are gathers, without atomic additions. Results are therefore bitwise
+reproducible.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _by_expert(received: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def _inverse(places: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the index in `places` of each number below `length`, or len(places) if absent: int64 [length]."""
+    """Return each number's index in `places`, or len(places) if absent, for numbers below `length`: int64 [length]."""
     inverse = torch.full((length,), len(places), dtype=torch.int64, device=places.device)
     return inverse.scatter_(0, places, torch.arange(len(places), device=places.device))
 

@@ -1,6 +1,6 @@
-"""Measure budgets, selections and attention probabilities from a layer's tensors, in steps that are measured.
+"""Measure budgets, selections and attention probabilities from a layer's tensors in logged steps and validations.
 
-`MeasuredQueries` computes values that are equal in all layers once, which saves kernel launches.
+`MeasuredQueries` computes only once what all layers share, which saves kernel launches.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gsa_train.model.probes.measured_queries import MeasuredQueries, SparseQueri
 from gsa_train.model.probes.stats import POSITIONS, Statistics, Vector
 
 MOST_PROBABILITIES = 1 << 24
-"""Most attention probabilities in memory at once, unless one key-value head has more."""
+"""Maximum number of attention probabilities in memory, unless one key-value head has more."""
 
 
 @torch.no_grad()
 def measure_selection(
     selection: Selection, variance_ema: torch.Tensor, queries: MeasuredQueries, implementation: Implementation
 ) -> Statistics:
-    """Measure the budgets of all queries that select, and the selections of the sample."""
+    """Measure the budgets of all queries that select, and the sampled queries' selections."""
     sample = queries.sample
     statistics = budget_statistics(selection.budget, selection.variance, queries)
     statistics.means["variance_ema"] = variance_ema.clone()  # a copy, because it changes after the step
@@ -67,9 +67,9 @@ def measure_attention(
     Separate kernels compute these statistics, so measuring does not change the pass.
 
     Args:
-        q, k: of all queries and keys of the chunk, with this rank's heads
+        q, k: all of the chunk's queries and keys, for this rank's heads
         sparse: whether the layer attends to selected keys only
-        most_keys: the most keys of a selection that omits causal keys
+        most_keys: largest selection that leaves causal keys out
     """
     few, rows, first_head = queries.sparse, queries.sample.sparse, tp_group.rank() * q.shape[2]
     chosen = None if selection is None else selection.packed_rows(rows)
@@ -105,12 +105,12 @@ def measure_attention(
 
 class TopKeyOverlap(NamedTuple):
     of_heads: torch.Tensor
-    """Share of each head's top keys (by attention probability) that the selection holds, for this rank's heads, [B, T,
+    """Share of each head's top keys (by attention probability) that are selected, for this rank's heads, [B, T,
     n_h]."""
     of_mean: torch.Tensor
-    """Share of the top keys, by mean probability over the heads of all ranks, that the selection holds, [B, T, 1]."""
+    """Share of the top keys (by mean probability over all ranks' heads) that are selected, [B, T, 1]."""
     recall_of_mean: torch.Tensor
-    """Probability of all selected keys together, as a mean over the heads of all ranks, [B, T, 1]."""
+    """Total probability of the selected keys, averaged over all ranks' heads, [B, T, 1]."""
 
 
 @torch.no_grad()
@@ -122,13 +122,13 @@ def top_key_overlap(
     most_keys: int,
     tp_group: dist.ProcessGroup,
 ) -> TopKeyOverlap:
-    """Compare a query's selection of n keys with its n causal keys of highest attention probability.
+    """Compare a query's n selected keys with its n causal keys of highest attention probability.
 
     Args:
         q: [B, T, n_h, d_k]
         k: [B, L_k, n_kv, d_k]
         selected, causal: bool [B, T, L_k]
-        most_keys: largest selection that leaves keys out
+        most_keys: as in `measure_attention`
     """
     group, num_keys = q.shape[2] // k.shape[2], k.shape[1]
     sizes, depth = selected.sum(-1)[:, None], min(most_keys, num_keys)
@@ -191,7 +191,7 @@ def selection_statistics(
 
     Args:
         sizes: |S_t|, int [B, S]
-        overlaps: of pairs of neighbours, fp32 [B, P]
+        overlaps: of neighbouring pairs, fp32 [B, P]
         union_ratios: `union_ratio` of groups of neighbours, fp32 [B, G]; None without groups
     """
     sample = queries.sample
@@ -229,7 +229,7 @@ def log_sums(
 
 @torch.no_grad()
 def sink_statistics(by_position: torch.Tensor, queries: SparseQueries, first_head: int) -> Statistics:
-    """Measure the attention probability by the position of the key in the query's document.
+    """Measure the attention probability by the key's position in the query's document.
 
     Args:
         by_position: log-sum-exps (`log_sums`) over the attended keys in each position range of

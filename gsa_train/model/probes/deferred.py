@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 MOST_BYTES = 1 << 24
-"""Limit of the kept tensors, because a long validation has thousands of micro-batches."""
+"""Size limit for kept tensors, because a long validation has thousands of micro-batches."""
 
 
 class DeferredReductions:

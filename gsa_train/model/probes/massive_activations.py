@@ -1,6 +1,6 @@
 """Find the largest activation of the residual stream and its place.
 
-Massive activations occur in few dimensions, at first tokens and delimiters.
+Massive activations occur in a few dimensions, at first tokens and delimiters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gsa_train.model.runtime import AttentionRuntime
 
 
 class Largest(NamedTuple):
-    """0-d tensors."""
+    """Holds 0-d tensors."""
 
     value: torch.Tensor
     """Absolute value."""

@@ -14,7 +14,7 @@ from gsa_train.model.probes.query_sample import QuerySample
 from gsa_train.model.probes.stats import POSITIONS
 
 LEAST_KEYS = 64
-"""Least number of causal keys of a query in attention-sink statistics. Among few keys, the first always gets a large
+"""Minimum number of causal keys per query in attention-sink statistics. Among few keys, the first always gets a large
 share."""
 
 

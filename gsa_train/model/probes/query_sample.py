@@ -1,4 +1,4 @@
-"""Choose the queries that attention statistics sample: evenly spaced chunks of adjacent queries.
+"""Choose the queries that attention statistics sample: evenly spaced stretches of adjacent queries.
 
 The sampled positions depend only on the sequence length. They are the same in every sequence, layer and step, and in
 every parallel layout. Differences between logged steps therefore never come from the sample, and checkpoints need not
@@ -13,11 +13,11 @@ from functools import cached_property
 import torch
 
 STRETCH = 64
-"""Adjacent queries per chunk, which are two groups of `union_ratio_32` and one tile of the attention kernels."""
+"""Adjacent queries per stretch: two groups of `union_ratio_32`, or one tile of the attention kernels."""
 STRETCHES = 8
-"""Chunks per sequence. The selections of their 512 queries are cheap to compare."""
+"""Stretches per sequence. The selections of their 512 queries are cheap to compare."""
 SPARSE_EVERY = 16
-"""Spacing of the queries in statistics that go over all keys or have many values per query."""
+"""Spacing of queries in statistics that cover all keys or have many values per query."""
 GROUP = 32
 """Queries per union in `union_ratio_32`."""
 

@@ -1,8 +1,7 @@
 """Measure early signs of divergence: large attention logits, and indexer scores in flat regions of their activation.
 
 Logged steps compare a few sampled queries (`QuerySample.sparse`) with all their causal keys. This comparison gives the
-largest attention logit, and the share of keys at which the activation of the indexer is flat. The cost is small,
-because few queries are compared.
+largest attention logit, and the share of keys where the indexer's activation is flat. The cost is small.
 """
 
 from __future__ import annotations

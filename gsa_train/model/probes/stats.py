@@ -44,8 +44,8 @@ MEANS = (
     "dropped_share",
     "expert_bias_range",
 )
-"""Averages over tokens (and heads): sums and counts are added over all ranks. docs/reference/monitoring.md tells which
-queries count in which statistic, and which statistics use the sample of query_sample.py."""
+"""Averages over tokens (and heads): sums and counts are added over all ranks. docs/reference/monitoring.md lists each
+statistic's queries, and the statistics that use the sample of query_sample.py."""
 
 EXTREMES = ("k_max", "k_min", "max_activation", "max_attention_logit")
 """Maxima over all ranks. `k_min` is kept negated. `max_attention_logit` uses the queries of `indexer_saturated`."""
@@ -61,7 +61,7 @@ GATE_BINS = 10
 _BINS = tuple(f"{number / GATE_BINS:g}-{(number + 1) / GATE_BINS:g}" for number in range(GATE_BINS))
 HEADS = "head_first_token_attention"
 EXPERTS = "expert_loads"
-"""Each expert's share of the choices of a layer's tokens."""
+"""Each expert's share of a layer's choices."""
 VECTORS: dict[str, tuple[str, ...] | None] = {
     "sink_by_position": _GROUPS,
     "k_by_position": _GROUPS,
@@ -101,7 +101,7 @@ class Statistics:
     counts: dict[str, torch.Tensor | int] = field(default_factory=dict)
     """Maps names of `MEANS` to the divisor of the sum, 0-d, if it is not the number of counted values."""
     vectors: dict[str, Vector] = field(default_factory=dict)
-    """name of `VECTORS` -> its entries."""
+    """Maps names of `VECTORS` to entries."""
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     """Maps names of `EXTREMES` to values, of any shape."""
     counted: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -131,8 +131,8 @@ class LayerStats:
     """Holds sums, counts and extremes for each layer of the whole model. Each rank fills the rows of its own layers.
 
     Added values are kept (deferred.py) until the statistics are read, or until the kept values exceed a size limit. The
-    values of all layers are then reduced together. Separate reductions would need several kernel launches for each
-    layer and statistic.
+    values of all layers are then reduced together. Separate reductions would need several kernel launches per layer and
+    statistic.
     """
 
     def __init__(
@@ -300,8 +300,8 @@ class LayerStats:
 
         Args:
             device_sums: fp64 [m] on the device, summed over the ranks.
-            host_sums: numbers of the host, summed over the ranks.
-            host_maxima: numbers of the host, maximized over the ranks.
+            host_sums: numbers on the host, summed over the ranks.
+            host_maxima: numbers on the host, reduced to their maximum.
             device_numbers: fp64 [n] on the device, equal on all ranks, copied to the host.
 
         Returns:
