@@ -3,10 +3,10 @@
     python benchmarks/bench_long.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 2 4 8]
     python benchmarks/bench_long.py --lengths 262144 524288 1048576 --shapes 1.7B
 
-The rows `torch cuDNN` and `torch flash` time dense causal attention of q, k and v. Other rows time GSA:
-- GSA token: each query selects its own 2048 keys. The selection (indexer scores, budget, top-k and key lists) is timed
-  on random indexer inputs that are similar for neighbouring queries. Attention with the gates G1 and G2 is timed on
-  random key lists of a given union ratio r. forward_ms and both_ms (with backward) include selection and attention.
+The `torch cuDNN` and `torch flash` rows time dense causal attention of q, k and v. Other rows time GSA:
+- GSA token: each query selects about 2048 keys of its own. The selection (indexer scores, budget, top-k, key lists)
+  uses random indexer inputs that are similar for neighbouring queries. Attention with the gates G1 and G2 is timed
+  separately, on random key lists with a given union ratio r. forward_ms and both_ms (with backward) add the two times.
 - GSA token selected: attention reads the keys that the selection gave, and r is measured.
 - GSA ReLU selected: the recommended indexer (8 heads, ReLU, a window of 64 keys) selects 1024 keys, on random inputs.
 

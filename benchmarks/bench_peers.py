@@ -2,16 +2,16 @@
 
     python benchmarks/bench_peers.py [--lengths 8192 32768 131072] [--keys 1024] [--only "FA4 bit mask" "fla NSA"]
 
-The shape is the 1.7B model's: 16 query heads, 4 KV heads of size 128, bf16, batch 1. peer_attention.py names the peers
-with another shape. Each peer takes turns with our attention over key lists, run with the peer's shape and selection
-(columns ours_). A ratio is the peer's time divided by our time. Above 1, ours is faster.
+The shape is the 1.7B model's: 16 query heads, 4 KV heads of size 128, bf16, batch 1. Only `fla NSA` has another shape
+(one KV head). Each peer takes turns with our attention over key lists, run with the peer's shape and selection (columns
+ours_). A ratio is the peer's time divided by our time. Above 1, ours is faster.
 
 Masks, block lists and key lists are made before the timed runs. `dense cuDNN` attends to all causal keys. `both` is
 forward and backward, without gates.
 
-The rows `cuDNN top-k` time cuDNN's exact top-k of given scores. Like our selection, cuDNN prefers the lower index among
-equal scores. The first row compares cuDNN with our selection from given scores. The second row compares cuDNN with our
-scores and selection together, which is what a layer needs.
+The `cuDNN top-k` rows time cuDNN's exact top-k of given scores. Like our selection, cuDNN prefers the lower index among
+equal scores. The first row compares cuDNN with our selection from the same scores. The second row compares cuDNN's
+top-k alone with our scoring plus selection, which a layer needs.
 
 Before timing, each peer and our attention must agree with plain torch at 4096 tokens. If a peer is missing, fails or is
 wrong, its row says so. Selections are random, but similar for neighbouring queries, as in a trained model.

@@ -4,12 +4,12 @@
 
 The bench times the score pass and the selection pass over the same chunks of queries. Further columns:
 - select_keys_ms: `select_keys`, which runs both passes and searches all scores
-- candidates_ms: `select_keys`, which then searches only candidates (keys whose score reaches an estimated threshold)
+- candidates_ms: `select_keys` when it searches only candidates (keys whose score reaches an estimated threshold)
 - lists_ms and candidate_lists_ms: `select_key_lists` with all scores and with candidates
 - best_ratio: the smaller of lists_ms and candidate_lists_ms, divided by the time of the score pass
 - topk_ms: torch.topk over the same scores, for comparison
-TFLOP/s counts 2 HI DI operations for each causal pair of query and key, with HI heads of size DI. GB/s assumes that
-each causal score is written once (score pass) or read once (selection pass).
+TFLOP/s counts 2 HI DI operations per causal query-key pair, with HI heads of size DI. GB/s assumes that each causal
+score is written once (score pass) or read once (selection pass).
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Defines the attention of released packages that bench_peers.py times, and the selections that it is given.
 
-Each peer is one function of inputs and a selection. It builds what its kernels read (masks, lists of blocks), and
+Each peer is a function that takes inputs and a selection, builds what its kernels read (masks, block lists), and
 returns the attention to run. Tensors are [B, L, heads, D] with B = 1, and L is a multiple of 128. Only these functions
-import the packages.
+import the peers' packages.
 """
 
 import importlib
@@ -215,7 +215,7 @@ def _flash(inputs: AttentionInputs, kinds: torch.Tensor, mask: Any, tensors: Any
 
 
 def cudnn_blocks(inputs: AttentionInputs, selected: Selected) -> Runs:
-    """Attend to whole blocks. cuDNN has no causal mask, so a query also attends to later keys of its own block."""
+    """Attend to whole blocks, even to keys after the query, as cuDNN's block-sparse attention has no causal mask."""
     cudnn = importlib.import_module("cudnn")
     assert selected.blocks is not None
     count, heads = len(selected.blocks), inputs.q.shape[2]

@@ -45,8 +45,8 @@ class StepPlan:
 
 
 class Service:
-    """Base class of services. Each method is an event and does nothing by default. Do not use collectives in an event:
-    ranks reach it at different times, and would wait for each other."""
+    """Base class of services. Each method handles an event and does nothing by default. Do not use collectives in a
+    method: ranks call it at different times, and would wait for each other."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         """Called before the phase's first step. `start` is the last step before the phase."""

@@ -8,9 +8,9 @@ The factor 0.2 sqrt(max(rows, columns)) scales an update so that its root mean s
 AdamW's updates (Moonlight, arXiv 2502.16982: `match_rms_adamw`). The learning rate and weight decay of AdamW can
 therefore be used for Muon. AdamW updates all other parameters.
 
-Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. A rank that holds a
-shard of a weight matrix gathers the whole direction of this matrix, first over the data-parallel and then over the
-tensor-parallel ranks. The rank orthogonalizes the direction and updates its shard.
+Sharding follows Moonlight's distributed Muon. The momentum is sharded like any optimizer state. A rank with a shard of
+a weight matrix gathers the whole matrix's update direction, first over the data-parallel and then over the
+tensor-parallel ranks. The rank orthogonalizes this direction and updates its shard.
 
 A data-parallel rank's shard is a contiguous range of a buffer. If a matrix lies in the range of one rank, that rank
 already has the whole direction. If a matrix spans several ranges, the ranks exchange their parts of the direction.

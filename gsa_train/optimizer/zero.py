@@ -72,8 +72,8 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 def _announce(model: Model) -> None:
     """Register indexer parameters that attention reads directly, so that ZeRO-3 gathers them.
 
-    DeepSpeed detects direct reads only in forward passes. With recomputation, DeepSpeed would miss the indexer's
-    temperature, which is first read in the backward pass.
+    DeepSpeed detects only in forward passes that a module reads another module's parameter. With recomputation, it
+    would miss the indexer's temperature, first read in the backward pass.
     """
     for attention in model.attentions:
         if attention.indexer is not None:
@@ -208,9 +208,9 @@ class ZeroPhaseOptimizer(PhaseOptimizer):
         raise AssertionError("ZeRO reduces gradients inside the schedule")
 
     def _finalize(self, *_: Any, **__: Any) -> None:
-        """Reduce gradients of parameters that are replicated over tensor-parallel ranks, like megatron-core's
-        finalize_model_grads. ZeRO splits these parameters identically on every tensor-parallel rank, so the shards
-        can be reduced directly."""
+        """Reduce gradients of parameters replicated over tensor-parallel ranks, as megatron-core's finalize_model_grads
+        does. ZeRO splits these parameters identically on every tensor-parallel rank, so gradient shards can be reduced
+        directly."""
         self._model.work_time.end()
         tensor = self._parallel.groups.tp
         if tensor.size() == 1:

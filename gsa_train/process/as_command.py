@@ -1,5 +1,5 @@
-"""End a short command without a traceback at Ctrl-C, if memory is exhausted, or if the process that reads its output
-has exited, as with `| head`.
+"""End a short command without a traceback on Ctrl-C, when memory is exhausted, or when the process that reads the
+output (as in `| head`) has exited.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ READER_LEFT = 141
 
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
-    """Run a command in this context, including its imports, which may take a second. At Ctrl-C, or if memory is
-    exhausted, the command prints a line instead of a traceback. If the process that reads its output has exited,
-    the command prints nothing. Training handles signals itself and does not use this context."""
+    """Run a command in this context, including its imports, which may take a second. On Ctrl-C, or if memory is
+    exhausted, the command prints a line instead of a traceback. If the process that reads its output has exited, the
+    command prints nothing. Training handles signals itself and does not use this context."""
     try:
         try:
             yield

@@ -1,4 +1,4 @@
-"""Write the console of a run in a thread, so that no reader, terminal or disk can end or block a rank.
+"""Write a run's console output in a thread, so that no reader, terminal or disk can end or block a rank.
 
 Streams that pass lines to the thread replace `sys.stdout` and `sys.stderr`. Lines wait in memory until the thread can
 write them. A line is dropped if the waiting lines would exceed the memory limit, or if writing the line fails. When

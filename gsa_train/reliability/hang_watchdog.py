@@ -1,6 +1,6 @@
 """Detect a hang, report the rank that caused it, and end all ranks.
 
-A thread of each rank writes heartbeats to the store of torch.distributed. A heartbeat has a counter and the activity of
+A thread of each rank writes heartbeats to the torch.distributed store. A heartbeat has a counter and the activity of
 the main thread. The first and the last rank read the heartbeats of all ranks.
 
 If a rank makes no progress within the limit (hang_limit.py), rank 0 writes a report and sends an alert by W&B. If rank
@@ -8,8 +8,8 @@ If a rank makes no progress within the limit (hang_limit.py), rank 0 writes a re
 code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start sends the alert again, because rank
 0, which alone can send alerts, may have been the rank that hung.
 
-At the end of a run, each rank uses only its own clock, because the store may be gone once any rank has exited. If a
-rank cannot leave its process group in time, for example because a peer died, it ends with the run's exit code.
+At the end of a run, the store may be gone once any rank has exited. Each rank therefore limits its own time to leave
+the process group. A rank that exceeds this limit, for example because a peer died, ends with the run's exit code.
 """
 
 from __future__ import annotations

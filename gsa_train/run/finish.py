@@ -214,9 +214,9 @@ def _close(run: Run, exit_code: int) -> None:
 def leave_world(watchdog: HangWatchdog) -> None:
     """Leave the process group with two barriers. Collective.
 
-    The store of torch.distributed may be gone once any rank has exited. At the first barrier, the watchdog still uses
-    it, and reports a rank that does not arrive. Afterwards, the watchdog of each rank only limits the time until its
-    own rank has left. After the second barrier, no rank uses the store, so ranks may exit.
+    The torch.distributed store may be gone once any rank has exited. At the first barrier, the watchdog still uses the
+    store, and reports a rank that does not arrive. Afterwards, each rank's watchdog only limits the time to leave the
+    process group. After the second barrier, no rank uses the store, so ranks may exit.
     """
     try:
         dist.barrier()

@@ -109,9 +109,9 @@ CANDIDATE_BYTES = 8
 def candidate_room(most_keys: int) -> int:
     """Return the number of candidates per row to reserve memory for, at the largest budget.
 
-    Candidates are the keys whose score reaches a threshold. `_guess_kernel` chooses the threshold such that at most
+    Candidates are keys whose score reaches a threshold. `_guess_kernel` chooses the threshold such that at most
     `sampled` keys of the sample reach it. Each sampled key stands for CANDIDATE_SAMPLE_STRIDE keys of the row. The
-    result is the expected number plus three standard deviations, which suffices for all but one row in a thousand.
+    result covers the expected number of candidates plus three standard deviations: enough for 99.9% of rows.
     """
     expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)
@@ -169,10 +169,10 @@ bytes (attention/triton_backward_keys.py, loss/triton_launch.py)."""
 def count_key_parts(programs: int, group: int, multiprocessors: int) -> int:
     """Return into how many parts to divide the query heads of a key-value head, or the indexer's heads.
 
-    Each part has its own programs and its own gradients of the keys. The result is the smallest divisor of `group` with
-    which the device gets at least three programs per multiprocessor. If there is no such divisor, the result is
-    `group`. Because attention is causal, some programs take longer than others. With fewer programs per multiprocessor,
-    the longest program would determine the time of the whole kernel.
+    Each part has its own programs and its own key gradients. The number of parts is the smallest divisor of `group`
+    that gives the device at least three programs per multiprocessor. If no divisor does, the number is `group`. Because
+    attention is causal, some programs take longer than others. With fewer programs per multiprocessor, the longest
+    program would determine the whole kernel's time.
 
     Args:
         programs: number of programs with one part

@@ -1,7 +1,7 @@
 """Exports the definitions of this package's operations in plain torch: exact, differentiable, with [L, Lk] tensors.
 
-Each name is one part of an operation. `gsa_kernels` exports whole operations, which call these parts if the caller
-passes `implementation="reference"`.
+Each function is one part of an operation. `gsa_kernels` exports whole operations, which call these functions if the
+caller passes `implementation="reference"`.
 """
 
 from gsa_kernels.attention.reference import AttentionOutput as AttentionOutput

@@ -1,7 +1,7 @@
-"""List moments of a step at which memory may peak, with each moment's memory in addition to what layers keep.
+"""List moments at which a step's memory may peak, with the memory each moment needs beyond what layers keep.
 
-The bytes of a moment are added to what the stage's layers keep for the micro-batches in flight. If a kept tensor is not
-allocated at this moment, its bytes are subtracted.
+A moment's bytes are added to what the stage's layers keep for micro-batches in flight. If a tensor counted as kept is
+not allocated at this moment, its bytes are subtracted.
 
 Only moments of a stage's last layer are listed, because the layers keep less while an earlier layer runs. Projections,
 norms and sums are left out, because memory did not peak there in any trace.

@@ -136,8 +136,8 @@ def _log_sum_exp(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _recall(logits: torch.Tensor, mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
-    """Return the fraction of dense attention probability on selected keys, exp(lse of the selected keys - lse of all
-    causal keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
+    """Return how much of dense attention's probability falls on selected keys, exp(lse of selected keys - lse of causal
+    keys): [B, Hkv, H / Hkv, Lq, Lk] -> [B, Lq, H]."""
     selected, whole = _log_sum_exp(logits, mask & causal), _log_sum_exp(logits, causal)
     empty = ~causal.any(-1).flatten(1, 2)
     return (selected - whole).exp().masked_fill(empty, 0.0).transpose(1, 2)

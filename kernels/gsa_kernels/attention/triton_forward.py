@@ -250,8 +250,8 @@ def _seen_keys(
 ):  # fmt: skip
     """Return a range (first key, end) that contains every key selected by the tile's queries.
 
-    The first key is rounded down to a multiple of KEYS. The queries select no keys outside the range, so the forward
-    pass can skip these keys without changing a bit of the result.
+    The range starts at a multiple of KEYS. The queries select no keys outside the range, so the forward pass can skip
+    these keys without changing a bit of the result.
     """
     queries = tl.arange(0, QUERIES)[:, None]
     low = word_columns - 1

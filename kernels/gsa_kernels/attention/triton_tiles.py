@@ -106,9 +106,9 @@ def load_rows(
 def load_words(pointers, step, valid, left, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     """Load the WIDTH / 32 words of each row of a tile into four vectors [ROWS].
 
-    If a row has fewer than four words, the other vectors are copies of the first vector. Four vectors are faster than
-    one tile [ROWS, words]: a vector has fewer elements than the program has threads, so the compiler loads it directly
-    into the register layout of the logits, without shared memory.
+    There are always four vectors. If a row has fewer words, the unused vectors are copies of the first. A vector has
+    fewer elements than the program has threads, so the compiler loads it directly into the logits' register layout,
+    without shared memory. Four vectors are therefore faster than one tile [ROWS, words].
 
     Args:
         pointers: [ROWS], to the first word of each row; the next word is `step` elements further

@@ -40,8 +40,8 @@ def score_keys(
 
     `decode_select` explains the arguments and has checked them. If `chained`, kernels may overlap:
     - The next kernel may start before this kernel ends.
-    - With `cache.in_chain`, this kernel starts before the previous kernel ends, and waits for that end.
-    - With `cache.settled` too, this kernel loads all keys before its wait, except the newest.
+    - With `cache.in_chain`, this kernel starts early and then waits until the previous kernel ends.
+    - With `cache.settled` too, this kernel loads all keys except the newest before it waits.
     """
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]
@@ -272,8 +272,8 @@ def load_pages(table_ptr, tokens, valid, PAGE: tl.constexpr):
 
 @triton.jit
 def row_offsets(pages, tokens, stride_page, stride_row, PAGE: tl.constexpr):
-    """Return the offset of each token's row, as int64, from the start of the first page, or, if PAGE is 0, from the
-    start of the cache of the token's sequence."""
+    """Return the int64 offset of each token's row from the start of the first page. If PAGE is 0, offsets count from
+    the start of the sequence's cache."""
     if PAGE == 0:
         offsets = tokens.to(tl.int64) * stride_row
     else:

@@ -142,8 +142,8 @@ def bin_above(key, floor, SIGNED: tl.constexpr):
 
 @triton.jit
 def bin_slot(bin, BINS: tl.constexpr, BINS_PER_OCTAVE: tl.constexpr):
-    """Return the place of a bin's count. Neighbouring bins are in different cache lines, so that programs can increment
-    them at the same time."""
+    """Return the histogram index of a bin's count. Neighbouring bins are in different cache lines, so that programs can
+    increment them simultaneously."""
     return (bin % BINS_PER_OCTAVE) * (BINS // BINS_PER_OCTAVE) + bin // BINS_PER_OCTAVE
 
 

@@ -72,8 +72,8 @@ def write_scores(
 ) -> None:
     """Write out[b, r - row_start, s] = I[b, r, s], the score of key s for row r, with row_start <= r < row_stop.
 
-    The kernel writes every tile of rows and keys in which some key is causal for some row, up to the last column of
-    `out`. All other elements keep their old values.
+    If any key of a tile is causal for any row of the tile, the kernel writes the tile up to the last column of `out`.
+    Other elements keep their old values.
 
     Args:
         out: fp32 [B, row_stop - row_start, columns], unit stride in the last dimension

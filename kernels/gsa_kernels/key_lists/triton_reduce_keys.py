@@ -179,8 +179,8 @@ def add_partials_by_key(partials: torch.Tensor, hits: KeyHits, out: torch.Tensor
 
 @triton.jit
 def _load_entries(keys, key_starts, counts, first_tile, tiles_per_sequence, length, ENTRIES: tl.constexpr):
-    """Load a part of one tile's list. Return the numbers of the entries, whether the entries exist, and their keys s,
-    numbered as b * Lk + s."""
+    """Load part of one tile's list. Return the indices of the entries, whether the entries exist, and their keys s,
+    numbered b * Lk + s."""
     tile = first_tile + tl.program_id(0)
     entries = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     valid = entries < tl.load(counts + tile)

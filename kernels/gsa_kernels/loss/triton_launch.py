@@ -78,8 +78,8 @@ class Inputs:
 
 
 def list_columns(lists: KeyLists) -> int:
-    """Return how many columns a target has with key lists: a multiple of COLUMNS, so that rows are aligned in
-    memory."""
+    """Return the number of columns of a target over key lists: a multiple of COLUMNS, so that rows are
+    memory-aligned."""
     return ceil_div(lists.max_count, COLUMNS) * COLUMNS
 
 
@@ -345,7 +345,7 @@ def _arguments(
 
 
 class Totals(NamedTuple):
-    """Holds sums over all rows. A gradient is None if it is not wanted, or if the indexer does not have the bias."""
+    """Holds sums over all rows. A gradient that is not wanted is None. The gradient of an absent bias is None, too."""
 
     kl: torch.Tensor
     """0-d fp32."""

@@ -1,5 +1,5 @@
-"""Computes scores, budget and selection as key lists, for sequences too long for a packed mask. For each tile of 32
-queries, a key list holds every key that at least one query of the tile selects."""
+"""Computes scores and budget, and returns the selection as key lists, for sequences too long for a packed mask. Each
+tile of 32 queries has a key list: every key that at least one query of the tile selects."""
 
 import math
 from collections.abc import Callable

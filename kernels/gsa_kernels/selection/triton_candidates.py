@@ -71,9 +71,9 @@ def write_candidates(
 ) -> None:
     """Score `rows` for all their causal keys, and keep the keys that reach the row's threshold.
 
-    A key whose score equals the threshold is dropped if its tile begins after the key `last` of `guesses`. The kernel
-    sets the bits of the candidates in the packed mask. For each tile of rows, the kernel writes the packed mask from
-    the start of the first row's document up to the diagonal.
+    A key whose score equals the threshold is dropped if its tile begins after position `last`, a value in `guesses`.
+    The kernel sets the candidates' bits in the packed mask. For each tile of rows, the kernel writes the packed mask
+    from the start of the first row's document up to the diagonal.
     """
     tiles, packed_mask = score_tiles(inputs), outputs.packed_mask
     room = candidates.entries.shape[2]

@@ -103,8 +103,8 @@ class _CrossEntropy(torch.autograd.Function):
 def _over_ranks(
     maximum: torch.Tensor, total: torch.Tensor, target_logit: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reduce the three results of `row_statistics` over the ranks. A rank without a row's target passes 0 as
-    the target's logit, so the sum over the ranks is the logit."""
+    """Reduce the results of `row_statistics` over the ranks. A rank whose columns exclude a row's target passes 0 as
+    the target's logit, so the sum over ranks is this logit."""
     highest = maximum.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([total * (maximum - highest).exp(), target_logit])

@@ -37,7 +37,7 @@ def empty_gradient(logits: torch.Tensor) -> torch.Tensor:
 
 
 def take_projection(gradient: torch.Tensor) -> torch.Tensor | None:
-    """Return the buffer [L, B, Hkv, 1 + G, D] of a gradient from `empty_gradient`, with room for the rows of G2.
+    """Return the buffer [L, B, Hkv, 1 + G, D] that `empty_gradient` allocated for a gradient and the rows of G2.
 
     Only the first call for a gradient returns its buffer. Later calls return None. The function also returns None if
     autograd allocated the gradient, for example as the sum of several gradients.
