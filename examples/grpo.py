@@ -4,9 +4,9 @@
     python launch/export_hf.py --run runs/demo --out demo_hf
     python examples/grpo.py demo_hf --out demo_grpo
 
-Supervised fine-tuning runs first. It teaches only the form of an answer, because about half of its answers are wrong.
-GRPO then samples several answers to each sum, and rewards the right ones. With the demo's model, training takes about a
-minute on two CPU cores.
+Supervised fine-tuning runs first. About half of its training answers are wrong, so it teaches only the form of an
+answer. GRPO then samples several answers to each sum, and rewards the right ones. Training the demo's model takes about
+a minute on two CPU cores.
 
 A model with a chat template gets each sum as a user message, after `--shots` solved sums. For example, with an instruct
 model on a GPU:
@@ -67,9 +67,9 @@ def is_right(completions: list[str], answer: list[int], **_: Any) -> list[float]
 
 
 def log_prob_changes(model: Any, tokenizer: Any, prompts: list[str], new: int = 64) -> dict[str, list[float]]:
-    """Generate `new` tokens after each prompt, and score them with a forward pass. Return the mean and largest change
-    of a token's log-probability. `replayed`: scoring uses the keys that generation selected. `not_replayed`: scoring
-    selects keys again."""
+    """Generate `new` tokens after each prompt, and score them. Return the mean and largest change of a token's
+    log-probability between generation and scoring. In `replayed`, scoring uses the keys that generation selected. In
+    `not_replayed`, scoring selects keys again."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     options: dict[str, Any] = {"do_sample": True, "min_new_tokens": new, "max_new_tokens": new}
     model.eval()

@@ -148,8 +148,8 @@ SHORT_TOKENS = 4096
 def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
     """Make a prompt with two lists of words: an example list with its answer, and a list without an answer.
 
-    Each list has ten common words, which the answer names, and other words: 10 or 30 in the example, `size` in the
-    second list. Numbers and frequencies follow RULER's `common_words_extraction.py`."""
+    The answer names each list's ten common words. The example has 30 other words, or 10 if prompts are short. The
+    second list has `size`. Numbers and frequencies follow RULER's `common_words_extraction.py`."""
     is_short = setting.length_tokens < SHORT_TOKENS
 
     def listed(others: int, times: int, times_of_others: int) -> tuple[str, list[str]]:

@@ -27,10 +27,11 @@ logger = logging.getLogger(__name__)
 def log_to_wandb(
     results: dict[str, Any], folder: Path, config: Config, training_id: str | None, choice: str = ""
 ) -> str | None:
-    """Log an evaluation as a new W&B run. Returns its id, or None if W&B is disabled or failed (with a log line).
+    """Log an evaluation as a new W&B run, and return the run's id. If W&B is disabled, return None.
+    If W&B fails, log a warning and return None.
 
-    It has the project, entity, group and tags of the training's W&B run, which is not opened again. The field LINK in
-    its config has the id of the training's W&B run.
+    The new run has the project, entity, group and tags of the training's W&B run, which is not opened again. The field
+    LINK of the new run's config holds the training run's id.
 
     Args:
         folder: folder of the results, which also gets W&B's files.

@@ -53,7 +53,7 @@ REMOVED = {
 class GSAConfig(PreTrainedConfig):
     r"""
     Holds the sizes and options of a [`GSAModel`]. The defaults give the paper's 1.7B model (arXiv 2601.15305).
-    A small network, the indexer, scores the keys. Each query attends to a number of highest-scoring keys, its budget.
+    A small network, the indexer, scores the keys. A query attends to the best keys. Their number is the query's budget.
 
     Args:
         qkv_bias (`bool`, *optional*, defaults to `False`):

@@ -39,9 +39,8 @@ def _last_error(lines: Sequence[str]) -> str:
 
 
 def _error_below(lines: Sequence[str], number: int) -> str:
-    """Return the first line after the frames of the traceback, whose lines are indented. torch may put the rank in
-    front of each line (`[rank0]: `), and mix in lines of other ranks, so lines without the traceback's prefix are
-    skipped."""
+    """Return the first unindented line after the traceback's frames. torch may start each line with the rank
+    (`[rank0]: `), and mix in lines of other ranks. Lines without the traceback's prefix are therefore skipped."""
     prefix = lines[number].split(TRACEBACK)[0]
     for line in lines[number + 1 :]:
         rest = line.removeprefix(prefix)

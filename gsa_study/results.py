@@ -44,8 +44,8 @@ def write_page(results: Results, out: Path) -> tuple[list[str], Path]:
 
 
 def read_verdict(path: Path) -> str:
-    """Return the text below the page's heading VERDICT, or "" if there is no page. Raise ConfigError unless the page
-    has this heading exactly once, because a person's text would be lost."""
+    """Return the text below the page's heading VERDICT, or "" if there is no page. Raise ConfigError unless it has
+    this heading exactly once, because rewriting the page could lose a person's text."""
     if not path.is_file():
         return ""
     _, *found = f"\n{path.read_text(encoding='utf-8')}\n".split(f"\n{VERDICT}\n")

@@ -165,7 +165,7 @@ def time_knots(records: Sequence[Record]) -> list[tuple[float, float]]:
 
 def interpolate(points: Points, x: float) -> float | None:
     """Return y at x by linear interpolation between the two neighbouring points, or None if x is outside the points'
-    range. If several points have the same x, such as a step and its validation, the last of them counts."""
+    range. If points have the same x, such as a step's record and its validation record, the last one counts."""
     known = dict(points)
     if x in known:
         return known[x]

@@ -68,7 +68,7 @@ class StudyRunner:
 
     def _start_all(self) -> bool:
         """Start the jobs that can start now. Return True if the next job must wait because another process is still
-        writing to the job's run folder. For example, a killed study's runs save a checkpoint before they end."""
+        writing to the job's run folder. After a study is killed, its runs may still be saving checkpoints."""
         while not self.stop_reason:
             free = None if self.gpus is None else len(self._free)
             job = next_job(self.due, [each.job for each in self._running], free)

@@ -1,13 +1,13 @@
 """Checks that a run with many faults ends with the same weights as an undisturbed run: `make chaos`.
 
 Four ranks under torchrun train a small model on the bundled text. Some shards of the text are damaged, and the run
-skips them (data.on_bad_shard=skip). A seed decides the steps and the kinds of the faults: a rank or torchrun is killed,
-the run gets SIGTERM, a rank freezes, the newest checkpoint is damaged, or a disk is full. torchrun restarts failed
-ranks. If torchrun itself has ended, this script starts the same command again, as a Slurm job would.
+skips them (data.on_bad_shard=skip). A seed determines which faults occur, and when: a rank or torchrun is killed, the
+run gets SIGTERM, a rank freezes, the newest checkpoint is damaged, or a disk is full. torchrun restarts failed ranks.
+If torchrun itself has ended, this script starts the same command again, as a Slurm job would.
 
 For each fault the script prints the log line that reports the fault, the seconds until training continued, and the
-number of steps that were trained again. At the end it prints the account that the run keeps of its time. It also prints
-the ETTR (the productive share of the run's time) twice: from this account, and from an independent calculation.
+number of steps that were trained again. At the end it prints the run's own time accounting. It also prints the ETTR
+(the productive share of the run's time) twice: from this accounting, and from an independent calculation.
 
 The exit code is 0 only if all checks pass. The last checkpoint and the logged numbers must be equal, bit for bit, to
 the results of an undisturbed run. The two values of the ETTR (productive share of the time) must agree within 0.003.

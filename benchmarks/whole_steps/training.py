@@ -1,6 +1,6 @@
 """Trains whole models, one after another, in one world of ranks, and measures the speed and memory of each model.
 
-The models are our own plus megatron-core's model, built to the sizes of a config (megatron_peer.py). Each model runs in
+The models are ours and megatron-core's (megatron_peer.py). A config sets the sizes of each model. Each model runs in
 each layout (variants.py).
 """
 

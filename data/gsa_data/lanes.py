@@ -4,8 +4,8 @@ A run has `num_lanes` endless token streams, the lanes. Every shard is cut into 
 all units by a hash of (seed, epoch, unit), and deals them to the lanes in turn. A lane reads its units one after
 another, and permutes the documents in each unit.
 
-The order of the text depends only on the list of shards, the seed, the number of lanes, the tokenizer and the weights
-of sources (source_weights.py). The number of ranks, the number of workers and prefetch do not change it.
+The order of the text depends only on the list of shards, the seed, the number of lanes, the tokenizer and the source
+weights (source_weights.py). Prefetch and the numbers of ranks and workers do not change the order.
 """
 
 from __future__ import annotations

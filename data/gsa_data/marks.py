@@ -1,5 +1,5 @@
-"""Mark the tokens of a conversation with two bits above the token id: one if the loss skips the token, one if it is an
-EOS inside the conversation. As part of the token, a mark stays with it when blocks are made.
+"""Mark the tokens of a conversation with two bits above the token id. UNSCORED is set if the loss skips the token.
+INSIDE is set if the token is an EOS inside the conversation. When blocks are made, tokens keep their marks.
 
 Tokens of plain text have no marks. The padding pack.FILLER is not a token, but its bits look like marks. Replace FILLER
 by a token id before you read marks.

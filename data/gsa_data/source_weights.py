@@ -1,8 +1,7 @@
 """Weight the sources of a corpus: the weight decides how often a document comes in an epoch.
 
 With weight 0, the documents of a source are never read. With 0.5, they are read in every other epoch, and with 2 twice
-per epoch. In general, epoch e reads a document of weight w this number of times, where u in [0, 1) is fixed for the
-document:
+per epoch. Each document has a fixed number u in [0, 1). Epoch e reads a document of weight w this number of times:
 
     floor((e + 1) w + u) - floor(e w + u)
 
@@ -19,7 +18,7 @@ In general, slot (j, c) has document (j - v(c) * n) mod n, where v(c) is the van
 document are therefore far apart, and each source's share is nearly constant along a unit.
 
 If an epoch has no copy c of the document in slot (j, c), the slot is skipped. The slots do not depend on the weights,
-so a resume may change the weights at any slot.
+so a run may resume at any slot with other weights.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def copies_in_epoch(
 def document_offsets(key: int, lines: NDArray[np.int64]) -> NDArray[np.float64]:
     """Returns a fixed number u in [0, 1) for each of the given lines of a shard, [n]. `key` is the shard's 64-bit hash.
 
-    The u of a line is output number `line` of the generator splitmix64 with the seed `key` (Steele, Lea, Flood 2014,
+    For line i (from 0), u comes from output i of the generator splitmix64 with seed `key` (Steele, Lea, Flood 2014,
     "Fast splittable pseudorandom number generators"). The generator uses only integers, so u is the same on every
     machine.
     """

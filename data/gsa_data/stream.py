@@ -205,7 +205,7 @@ def merge_states(local_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         cursors: [num_lanes][epoch, unit, document, token_offset, copy, lines]
         pools: [num_lanes][waiting documents][fields of a cursor]
 
-    If several ranks share a lane, the position of the lane comes from the rank that returned its newest block. Raises
+    If several ranks share a lane, the lane's position comes from the rank that returned the lane's newest block. Raises
     ValueError if ranks are missing or disagree.
     """
     of_one_rank = ("last_samples", "cursors", "pools", "counters")

@@ -1,8 +1,8 @@
 """Read the fixed text on which a model is scored: the first sequences of a split. On request, documents are also
 grouped by source.
 
-A dataset written by `prepare.py tokens` gives the same sequences as the original text. Such a dataset holds only
-tokens, so bits per byte always count the bytes of decoded tokens.
+A dataset written by `prepare.py tokens` gives the same sequences as the original text, but holds only tokens. For both,
+bits per byte therefore uses the bytes of the decoded tokens.
 """
 
 from __future__ import annotations

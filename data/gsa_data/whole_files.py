@@ -1,4 +1,4 @@
-"""Read a whole file that a user gives, after checks of its kind and size. For JSON, also limit the depth of nested
+"""Read a whole file from the user, but refuse pipes, devices and large files. For JSON, also limit the depth of nested
 lists and objects."""
 
 from __future__ import annotations

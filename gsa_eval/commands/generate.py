@@ -6,9 +6,9 @@
 The checkpoint may have any parallel layout. Decoding is greedy by default. --temperature, --top-k or --top-p turn on
 sampling, and --seed fixes its random numbers. The texts go to standard output, the speed to standard error.
 
-Attention runs in the Triton kernels on CUDA, and elsewhere in plain torch, which is slow for long texts. --attention
+On CUDA, attention uses the Triton kernels. Elsewhere, it uses plain torch, which is slow for long texts. --attention
 selects another implementation. Exit code 2 means incorrect usage, a missing checkpoint, an empty prompt, or a prompt
-that with its new tokens exceeds the model's context. Exit code 130 means Ctrl-C.
+too long for the model's context with the new tokens added. Exit code 130 means Ctrl-C.
 """
 
 from __future__ import annotations

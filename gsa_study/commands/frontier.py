@@ -2,9 +2,9 @@
 
     python -m gsa_study.commands.frontier
 
-Each mark is one selection method at one length. The x axis is the speed-up of a training step. The y axis is the share
-of needles found in a retrieval test. Methods that lack either value are not drawn. If a model was trained with the
-method, only this model's needles are drawn.
+Each mark is a selection method at one length. The x axis is the speed-up of a training step. The y axis is the needles
+found in a retrieval test, in percent of the dense model. Methods that lack either value are not drawn. If a model was
+trained with the method, only that model is drawn.
 """
 
 from __future__ import annotations

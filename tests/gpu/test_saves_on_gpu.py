@@ -1,6 +1,6 @@
-"""Tests saves on CUDA devices. The state is copied while the next step runs. The device delays the weight update of
-this step until the copies are complete, but the host does not wait. In another test, one of two ranks cannot report how
-its save ended."""
+"""Tests checkpoint saving on CUDA devices. The state is copied while the next step runs. The device delays this step's
+weight update until the copies are complete, but the host does not wait. In another test, one of two ranks cannot report
+how its save ended."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -25,9 +25,9 @@ class Happened:
 def productive_by_hand(records: Sequence[Mapping[str, Any]], starts: Sequence[float]) -> float:
     """Sum the seconds of the run's steps from metrics.jsonl, in which every step is logged.
 
-    A step's time is the difference between the time stamps of the step's record and the previous record. If a save or
-    validation lies between these records, the time is `step_seconds` of the step's record instead. The wait for text is
-    subtracted in both cases. The first step of a process or phase gets the mean time of the phase's other steps.
+    A step's time is the difference between the timestamps of the step's record and the previous record. If a save or
+    validation lies between these records, the time is `step_seconds` of the step's record instead. In both cases, time
+    spent waiting for data is subtracted. The first step of a process or phase gets the mean of the phase's other steps.
 
     Args:
         starts: when processes opened the run folder (starts.jsonl), in Unix seconds.

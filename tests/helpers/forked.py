@@ -9,7 +9,7 @@ torchrun, a child gets its own session, environment, output and command line. It
 signals and lost nodes as always, but it forks its ranks instead of starting interpreters.
 
 If a test passes `real=True` (runs.py), the run starts the real launcher without forks. Unlike a forked rank, each rank
-then has its own seed of string hashes, and tears down its interpreter at the end.
+then has its own string-hash seed, and tears down its interpreter at the end.
 """
 
 from __future__ import annotations
@@ -328,8 +328,8 @@ class _ForkedRank(Fork):
 
 
 def _let_go_of_files() -> None:
-    """Let all inherited file descriptors above 2 point to /dev/null. Otherwise the fork would keep the connections
-    of a torchrun agent that has ended. The descriptors stay open, because inherited objects may still close them."""
+    """Point all inherited file descriptors above 2 to /dev/null. Otherwise the fork would keep the connections of a
+    torchrun agent that has ended. The descriptors are not closed, because inherited objects may close them later."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:

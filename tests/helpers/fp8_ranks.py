@@ -22,8 +22,8 @@ WIDTHS = {"column": (48, 64), "row": (64, 48)}
 
 
 def results(name: str, core: Any, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Run forward and backward pass on this rank's shards, and return the whole output and gradients. Values grow from
-    rank to rank, so that shards have different scales."""
+    """Run the forward and backward passes on this rank's shards, and return the whole output and gradients. Values grow
+    from rank to rank, so shards have different scales."""
     columns, rows = WIDTHS[name]
     generator = torch.Generator().manual_seed(0)
     weight, inputs, grad = (

@@ -1,4 +1,4 @@
-"""Speeds up Triton's interpreter: a single numpy call replaces each frequent operator, cast or index of a tensor. All
+"""Speeds up Triton's interpreter: a single numpy call replaces each common operator, cast or indexing operation. All
 other cases go through Triton's own checks, so code that Triton's compiler refuses still raises an error."""
 
 import math

@@ -198,7 +198,7 @@ ONE_SMALL_INDEXER = {
 class Reshard:
     """Says which layout writes a checkpoint (`writer`) and which layouts continue from the checkpoint (`readers`). The
     writer also continues training, and all readers must get the writer's numbers. A reader in the writer's layout must
-    get identical bits. Before the first reader loads the checkpoint, this reader tries to load a damaged copy."""
+    get identical bits. The first reader tries to load a damaged copy before it loads the good checkpoint."""
 
     writer: dict[str, Any]
     readers: list[dict[str, Any]]

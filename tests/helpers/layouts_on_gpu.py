@@ -160,9 +160,9 @@ def config_of(parallel: dict[str, Any], train: dict[str, Any], experts: bool) ->
 
 
 def in_parts(model: Model, parts: int) -> None:
-    """Compute matrix products on one rank, rounded as tensor parallelism over `parts` ranks does. The outputs of
-    row-parallel layers, and the input gradients of column-parallel layers, become sums of `parts` products. Each
-    product is rounded before the sum."""
+    """Compute matrix products on one rank with the rounding of tensor parallelism over `parts` ranks. The outputs of
+    row-parallel layers, and the input gradients of column-parallel layers, become sums of `parts` products, each
+    rounded before the sum."""
     for chunk in model.chunks:
         for module in chunk.modules():
             if isinstance(module, RowParallelLinear | ColumnParallelLinear):

@@ -218,8 +218,8 @@ def read_damaged_copy(good: Path, model: Model, optimizer: PhaseOptimizer, paral
 def cross_boundary(
     config: Config, parallel: Parallel, folder: Path, resumes: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, only load this checkpoint
-    and take the two steps of the next phase.
+    """Take a step, write a checkpoint, and take two steps of the next phase. If `resumes`, load this checkpoint instead
+    of taking the first step and writing.
 
     Without `resumes`, one validation runs before the checkpoint is written, and one before the next phase begins. Also
     return whether this rank began the next phase with fp32 weights that bf16 cannot represent.

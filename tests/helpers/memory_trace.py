@@ -3,7 +3,7 @@
 The step runs on tensors without contents (FakeTensorMode), in a process group that sends nothing. Therefore a CPU can
 trace a model of any size, and any rank of any layout. It can also trace one layer's key selection alone, for some
 queries. The traced code is the code that runs on a GPU, with two exceptions: fused kernels are not launched, and
-`_as_on_a_gpu` replaces what differs between GPUs and CPUs. The memory is the sum of all living storages, each rounded
+`_as_on_a_gpu` replaces what differs between GPUs and CPUs. The memory is the sum of all live storages, each rounded
 up to the CUDA allocator's 512-byte blocks.
 """
 
@@ -66,7 +66,7 @@ DEVICE_OF = torch.ops.prim.device.default
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the living storages that operations create."""
+    """Counts the live storages that operations create."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ def plain(inputs, mask, grad):
 
 def check(inputs, mask, *attends):
     """Check that the error of each result is at most twice the error of plain torch in the same dtype. Both errors are
-    differences from fp64 results. Return the results of the functions `attends`, which get the same output gradient."""
+    differences from fp64 results. All functions in `attends` get the same output gradient. Return their results."""
     grad = torch.randn_like(inputs[0])
     wanted, other = reference(inputs, mask, grad), plain(inputs, mask, grad)
     # Where torch's error vanishes (a single key has probability exactly 1), the rounding of sums over the head remains.

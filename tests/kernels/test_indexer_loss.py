@@ -227,8 +227,8 @@ def test_temperature_scale_and_frozen_tensors(
 def test_chunks_and_repetitions_change_nothing(
     device: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the queries are computed in chunks, the results keep their bits, because the order of sums over tiles does not
-    change. With key lists, however, the keys' gradients may differ by rounding, because each chunk adds its own sum."""
+    """Computing the queries in chunks gives bitwise identical results, because the order of sums over tiles does not
+    change. With key lists, the keys' gradients may differ by rounding, because each chunk adds its own sum."""
     problem = make_problem(form, 70, device, documents=True, batch=1)
     calls: list[int] = []
 

@@ -1,5 +1,5 @@
-"""Tests saves that fail on one rank, because the files of this rank cannot grow. The run reports each failed save,
-tries again, and stops after too many failures in a row. Failed saves do not change training."""
+"""Tests failing checkpoint saves: the files of one rank cannot grow. The run reports each failed save, tries again, and
+stops after too many failures in a row. Failed saves do not change training."""
 
 import re
 from dataclasses import dataclass

@@ -33,9 +33,9 @@ def lost(found: Account) -> dict[str, float]:
 
 
 def killed_and_resumed() -> list[Line]:
-    """Return the log of two processes of a run. The first process saved step 15 and logged step 20. Its main thread
-    made its last progress at second 1046. The process was killed at second 1050, in step 22. The second process began
-    at second 1060 and continued after step 15."""
+    """Return the log of two processes of a run. The first process saved step 15 and was killed in step 22. Its main
+    thread made its last progress 4 s before the kill. The second process began 10 s after the kill, and continued
+    after step 15."""
     first, second = {"import": 5.0}, {"import": 4.0, "checkpoint": 2.0}
     return [
         start(1000, 1005, 0, **first),

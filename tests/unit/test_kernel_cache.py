@@ -1,4 +1,4 @@
-"""Tests the cache of compiled kernels. Processes share the cache, its kernels are complete, and a full disk ends no
+"""Tests the cache of compiled kernels. Processes share it, its kernels are complete, and a full disk does not stop a
 run."""
 
 import errno

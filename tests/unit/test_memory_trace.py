@@ -1,7 +1,7 @@
 """Compares the memory that a dry run estimates with the traced memory of a step.
 
-Layer sizes, vocabulary and lengths come from the shipped configs, because the memory of a small model has other
-proportions. The models have few layers, so that memory outside of the layers is a large share.
+Layer sizes, vocabulary and lengths come from the shipped configs, because weights and activations take
+other shares of a small model's memory. The models have few layers, so memory outside the layers is a large share.
 """
 
 import json
@@ -247,9 +247,9 @@ def test_no_launch_in_segments_takes_more_than_is_counted():
 
 
 def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
-    """If several programs share a key list, each stores its own partial gradients (a segment). The backward pass
-    frees the segments before it allocates the gradients of k and v. Segments therefore need extra memory only if
-    they are larger than the gradients, here 512 bytes per token (k and v of one bf16 head of size 128)."""
+    """If several Triton programs share a key list, each stores a partial gradient of q. The backward pass frees the
+    partial gradients before it allocates the gradients of k and v. Partial gradients need extra memory only if they
+    are larger than the gradients of k and v, here 512 bytes per token (one bf16 head of size 128)."""
     lengths, counted = (4096, 32768, 131072), {}
     for segments in (limits.segments_bytes, lambda *_: 0):
         monkeypatch.setattr(limits, "segments_bytes", segments)

@@ -1,4 +1,4 @@
-"""Tests the times in the table of a profiler's trace. Events of a GPU are invented. Events of a CPU come from torch's
+"""Tests the times in the table made from a profiler trace. GPU events are made up. CPU events come from torch's
 profiler."""
 
 from typing import Any

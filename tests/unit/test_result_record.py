@@ -151,7 +151,7 @@ def test_a_run_that_is_here_again_replaces_what_was_recorded_of_it(folder: Path)
 
 def test_recorded_runs_keep_the_equal_time_at_which_they_were_compared(folder: Path) -> None:
     """Recorded runs have a value only at the training time at which they were compared. New runs are therefore compared
-    at the same time, and have no value if they end earlier."""
+    at that training time, and have no value if they end earlier."""
     ask(folder, metrics=[{"key": "loss", "equal_time": True}])
     finish(folder, "one", 1, 20.0)
     assert main() == 0

@@ -1,6 +1,6 @@
 """Tests three warnings of a run: a large model trains on CPUs; documents are so short that queries attend to all keys;
-indexers select no better than at random. The third warning comes once per phase, but not while the indexer still
-learns."""
+indexers select no better than at random. The third comes once per phase, but not while the indexer is still
+learning."""
 
 import dataclasses
 import logging

@@ -151,8 +151,8 @@ SPACED = [
 @pytest.mark.parametrize(("context", "continuation"), SPACED)
 def test_white_space_at_the_end_of_a_context(context: str, continuation: str) -> None:
     """White space at the end of the context may become part of the continuation's first token, and then belongs to the
-    continuation. No space is added between context and continuation: together they have the tokens of the joined text.
-    At least one token precedes every continuation."""
+    continuation. Context and continuation are joined without a space, and tokenized as one text. At least one token
+    precedes every continuation."""
     tokenizer = Tokenizer(TOKENIZER)
     (found,) = encode_requests([(context, continuation)], tokenizer, LENGTH, "t")
     whole = tokenizer.encode(context + continuation).tolist()
