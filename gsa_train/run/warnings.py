@@ -107,7 +107,7 @@ def dense_queries_warning(config: Config, micro_batches: Sequence[MicroBatch]) -
 
 
 class BlindIndexerWarning(Service):
-    """Warns once a phase if the indexer of a sparse phase selects little better than at random."""
+    """Warns if, at LOGGED_STEPS logged steps in a row, a sparse phase's indexer hardly beats random selection."""
 
     def begin_phase(self, phase: PhaseConfig, start: int) -> None:
         self._from_step = start + phase.warmup_steps + PATIENCE_STEPS
