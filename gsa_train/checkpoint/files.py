@@ -339,8 +339,8 @@ def prune(
 ) -> list[str]:
     """Delete all complete checkpoints up to step `newest` except the last `keep_last`. Returns failures.
 
-    Call while no save is under way. Checkpoints newer than `newest`, which exist if a user has set `latest` back, are
-    not deleted and do not count towards `keep_last`.
+    Call this only while no save is running. Checkpoints newer than `newest`, which exist if a user has set `latest`
+    back, are not deleted and do not count towards `keep_last`.
 
     Args:
         keep_every_steps: also keep the checkpoints at multiples of this number of steps; 0 for none.

@@ -167,8 +167,8 @@ class CheckpointSaver:
         """Start a save of the current state. Returns a list of results of saves that ended before this call returns.
 
         The call first waits for any save in progress. Without `checkpoint.async_save`, the call also waits for the new
-        save. If the last permitted try failed, no save starts, because `check` will stop the run. If a rank's state has
-        NaN or infinite values, nothing is saved, and the list's last result has the error.
+        save. If the last allowed retry has failed, no save starts, because `check` will stop the run. If a rank's state
+        has NaN or infinite values, nothing is saved, and the last result has the error.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:

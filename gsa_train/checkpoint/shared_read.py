@@ -16,9 +16,9 @@ EXPERTS = ".mlp.experts."
 class WithExperts(FullyParallelLoadStrategyWrapper):
     """Loads experts over a separate group.
 
-    megatron-core broadcasts each tensor to the whole group that loads the tensor, even to ranks that do not need it.
-    The copies of an MoE expert are on different ranks than the copies of other tensors. If one group loaded all
-    tensors, each rank would receive all experts.
+    megatron-core broadcasts each tensor to the whole group that loads it, even to ranks that do not need it. The copies
+    of an MoE expert are on different ranks than the copies of other tensors. With one group for all tensors, each rank
+    would therefore receive all experts.
     """
 
     def __init__(self, strategy: Any, groups: ProcessGroupCollection) -> None:

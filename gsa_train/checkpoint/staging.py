@@ -1,8 +1,8 @@
 """Copy the tensors of a save while the next step computes.
 
-A step reads the tensors of a checkpoint (weights, optimizer state, averages), but changes them only in its update,
-which must therefore wait for the copies:
-- A separate stream copies tensors on a GPU to pinned memory, and the device waits for this stream before the update.
+A step reads the tensors of a checkpoint (weights, optimizer state, averages), but changes them only in its update. The
+update must therefore wait until the tensors are copied:
+- A separate stream copies GPU tensors to pinned memory, and the device waits for this stream before the update.
 - A thread copies tensors in host memory, and the host waits for this thread before the update.
 """
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _stages(train: TrainConfig) -> Iterator[tuple[int, int, int]]:
-    """Yield for each stage the number of its first step, the number of sequences in all earlier steps, and the number
+    """For each stage, yield the index of its first step, the number of sequences in all earlier steps, and the number
     of sequences per step. A stage ends with the step that reaches the stage's `until_tokens`."""
     step = sequences = 0
     for stage in train.batch_ramp:

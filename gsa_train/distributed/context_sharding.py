@@ -1,7 +1,7 @@
 """Decide which tokens of a sequence each context-parallel rank holds.
 
 With n ranks, the sequence is cut into c groups of n chunks, and each rank holds one chunk of every group. If a group's
-index (from 0) has an even number of 1 bits, rank r holds chunk r of the group, otherwise chunk n - 1 - r.
+index (from 0) has an even number of ones in binary, rank r holds chunk r of the group, otherwise chunk n - 1 - r.
 
 With two groups, rank r holds chunks r and 2 n - 1 - r of the sequence, which is megatron-core's zig-zag. In dense
 attention, the zig-zag gives all ranks equal work. In sparse attention, a query's cost grows over the first positions

@@ -1,13 +1,13 @@
 """Patch megatron-core so that it trains on CPUs over gloo. A run on GPUs never imports this file.
 
-megatron-core names "cuda" in its schedules, optimizer, random-number tracker and checkpoints. This table lists
-each replacement and the code that needs it:
+megatron-core hard-codes "cuda" in its schedules, optimizer, random-number tracker and checkpoints. This table lists
+each replaced name and the code that uses it:
 
     torch.cuda.current_device()          used as `device=` everywhere
     device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
-    Tensor.type() == "torch.cuda..."     the optimizer and the clipping compare such names
+    Tensor.type() == "torch.cuda..."     optimizer, gradient clipping
     pin_memory=True                      checkpoints
-    ShardedTensor.init_data              loading different tensors on each rank (torch.empty is a default argument)
+    ShardedTensor.init_data              loading different tensors on each rank (its default argument is torch.empty)
     torch.cuda.synchronize()             pipeline sends, checkpoints
     torch.cuda.Stream(), current_stream  gradient buffers (with several optimizer instances, or in megatron-core 0.19)
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout

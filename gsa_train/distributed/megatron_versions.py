@@ -1,7 +1,7 @@
 """Hold the differences between megatron-core 0.16.1 and 0.19.2, the two supported versions.
 
-megatron-core 0.19 needs Python 3.12. `NEW` is true from 0.19 on. Overrides of megatron-core's methods in other files
-accept the arguments that 0.19 adds.
+megatron-core 0.19 needs Python 3.12. `NEW` is true from 0.19 on. In other files, our overrides of megatron-core's
+methods accept the arguments that 0.19 adds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def replace_readers(
 ) -> None:
     """Replace the readers that unpickle files.
 
-    megatron-core takes only one reader as an argument: in 0.16, the reader of the common file (see `load_sharded`).
-    This function replaces all other readers inside megatron-core's modules.
+    As an argument, megatron-core 0.16 takes only the reader of the common file (see `load_sharded`), and 0.19 takes
+    none. This function replaces the other readers inside megatron-core's modules.
     """
     patched: Any = torch_strategies
     patched._get_filesystem_reader, patched.MCoreLoadPlanner = reader, planner

@@ -32,7 +32,7 @@ class Parallel:
 
     Ranks are ordered as in megatron-core: the tensor rank changes fastest, then the context, data and pipeline ranks.
     For experts, the ranks of a pipeline stage have another order: the expert-tensor rank changes fastest, then the
-    expert rank, then the number of the expert's replica.
+    expert rank, then the index of the expert's replica.
     """
 
     rank: int

@@ -51,8 +51,8 @@ class Outage:
     def end(self, record: Mapping[str, Any], waited: int = 0) -> dict[str, Any] | None:
         """Note that the file has received `record`, after `waited` records that had to wait.
 
-        If an earlier write has failed, returns an event for the other logs. If this event has the key `lost_records`,
-        the caller must write it to this file, too.
+        If an earlier write to the file has failed, returns an event for the other logs. If this event has the key
+        `lost_records`, the caller must also write the event to that file.
         """
         if not self._lasts and not self._lost:
             return None

@@ -1,8 +1,8 @@
 """Handle outages of W&B's server: how long a run waits, and what the run does then.
 
 Training does not depend on W&B. Each wait for the server has a limit. Records that could not be sent stay in the run
-folder, and `wandb sync` can send them later. Once the server has all records of a start, these records are marked as
-sent, so that `wandb sync` skips them.
+folder, and `wandb sync` can send them later. Once the server has all records of one process, these records are marked
+as sent, so that `wandb sync` skips them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _sync_each(folders: str) -> str:
 
 
 def finish(run: Run, exit_code: int) -> str | None:
-    """End a run. Returns why W&B may lack some records, or None if W&B has all or the run is offline."""
+    """End a run. Returns why W&B may lack some records, or None if W&B has all of them or the run is offline."""
     import wandb
 
     try:

@@ -143,9 +143,9 @@ class WandbSink:
     def _tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of the W&B run. If W&B's service has ended, log this, and send no more records until a restart.
 
-        W&B's service is a separate process, and the signal that stops training also ends this process. Calls to the
-        service then fail, but must raise no error, because an error would prevent the last save. A restart reopens the
-        W&B run.
+        W&B's service is a separate process, and the signal that stops training also ends the service. Calls to the
+        service then fail, but this method raises no error, because an error would prevent the last save. A restart
+        reopens the W&B run.
         """
         import wandb
 

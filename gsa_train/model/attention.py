@@ -279,7 +279,7 @@ class AttentionOverChunks:
         """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log.
 
         I_t are the indexer scores of the attended keys, and beta is the inverse temperature. The log gets each query's
-        KL, [B, L]. If queries are sampled or sharded, the log gets the (estimated) sum.
+        KL, [B, L]. If queries are sampled or sharded, the log gets the (estimated) sum of the KLs.
 
         The target p_t is the mean of the attention probabilities over the heads of all tensor-parallel ranks. To
         compute p_t, the ranks all-gather queries, keys and log-sum-exps, because the probabilities have L^2 elements.

@@ -25,8 +25,8 @@ def local_part(tokens: torch.Tensor, cut: ContextSharding, dim: int = 1) -> torc
 def gather_tokens(local: torch.Tensor, cut: ContextSharding, group: dist.ProcessGroup) -> torch.Tensor:
     """All-gather this rank's tokens [B, L / size, ...] into the ordered sequence [B, L, ...]. Collective.
 
-    The backward pass is collective too: it reduce-scatters the gradients in fp32. The loss must therefore depend on the
-    result on all ranks or on none.
+    The backward pass is collective too: it reduce-scatters the gradients in fp32. The result must therefore affect the
+    loss of every rank or of no rank.
     """
     if cut.size == 1:
         return local

@@ -199,8 +199,8 @@ def flops_per_token(
 def sampled_row_share(gsa: GSAConfig, seq_len_tokens: int) -> float:
     """Return the expected fraction of the queries that are in the indexer loss.
 
-    The loss uses every n-th stretch of STRETCH_ROWS adjacent queries, where n is the inverse of
-    `gsa.indexer_loss_row_fraction`, and at least one stretch per sequence.
+    The loss uses every n-th stretch of STRETCH_ROWS adjacent queries, but at least one stretch per sequence. n is the
+    inverse of `gsa.indexer_loss_row_fraction`.
     """
     stretches = -(-seq_len_tokens // STRETCH_ROWS)
     return 1 / min(round(1 / gsa.indexer_loss_row_fraction), stretches)
@@ -215,8 +215,8 @@ def mean_selected_keys(gsa: GSAConfig, causal_keys: Sequence[Sequence[int]]) -> 
     """Return the mean number of selected keys per query with budget k_base. Queries with fewer than `gsa.dense_below`
     causal keys select all of them.
 
-    Each query also selects its local window. The budget is assumed to share no key with the window, so with a window
-    the result is an upper bound.
+    Each query also selects its local window. The other selected keys are assumed to lie outside the window, so with a
+    window the result is an upper bound.
     """
     total = 0
     for sequence in causal_keys:

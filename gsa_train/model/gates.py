@@ -19,9 +19,9 @@ from gsa_train.model.probes.stats import GATE_BINS, Statistics, Vector
 class GateProjection(ColumnParallelLinear):
     """Runs first among several linear layers with the same input, and communicates for all of them.
 
-    All these layers need only one all-gather and one reduction over the tensor-parallel ranks. In the forward pass,
-    this layer gathers its input and returns the gathered input for the other layers. In the backward pass, this layer
-    adds its input gradient to the sum of the others, and reduces the result.
+    Together, these layers need only one all-gather and one reduction over the tensor-parallel ranks. In the forward
+    pass, this layer gathers its input and returns the gathered input for the other layers. In the backward pass, this
+    layer adds its input gradient to the sum of the others, and reduces the result.
     """
 
     def forward(self, input_: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +93,7 @@ class _LogitsAndInput(torch.autograd.Function):
 class GateLogits(NamedTuple):
     """Holds the logits of each gate that acts on heads, or None for a gate that the model lacks.
 
-    In the shapes, `...` stands for L, B, and n_kv is the number of this rank's key-value heads. x is d_k, or 1 if one
+    In the shapes, `...` stands for [L, B]. n_kv is the number of this rank's key-value heads. x is d_k, or 1 if one
     gate serves all channels of a head. If all heads share their gates, the dimensions n_kv and n_h / n_kv both have
     size 1.
     """

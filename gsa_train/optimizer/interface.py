@@ -89,8 +89,8 @@ class PhaseOptimizer(ABC):
         """Return the gradient norm, and the sum of `loss_share` over the ranks. Both are equal on all ranks.
         Collective.
 
-        The norm is 0-d fp32. It is computed after the gradients are reduced and before they are clipped, and it counts
-        each parameter once. The sum of `loss_share` is 0-d fp64.
+        The norm is 0-d fp32, and the sum is 0-d fp64. The norm is computed after the gradients are reduced and before
+        they are clipped. It counts each parameter once.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Hand the fp32 main weights of a bf16 phase, or its whole optimizer state, to the next phase.
 
 Each phase's optimizer has fp32 weights next to the model's bf16 weights. If the next phase made its fp32 weights from
-the bf16 weights, it would lose all updates that are smaller than a bf16 step.
+the bf16 weights, all updates too small for bf16 would be lost.
 """
 
 from __future__ import annotations

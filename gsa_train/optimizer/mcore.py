@@ -50,11 +50,11 @@ Hook = Callable[..., None]
 class PhaseDataParallel(DistributedDataParallel):
     """Wraps a model as megatron-core does, with gradient hooks that can be removed at the end of the phase.
 
-    megatron-core registers hooks on the parameters' autograd nodes. The hooks reference the wrapper, its gradient
-    buffers and the model. If a module keeps a tensor with an autograd graph, the graph keeps the nodes and their hooks.
-    Model and hooks then keep each other alive, because Python cannot collect a cycle through autograd. Old hooks would
-    still run in the next phase, whose wrapper uses the same nodes. The hooks of this class hold only a weak reference
-    to the wrapper.
+    The hooks of this class hold only a weak reference to the wrapper. megatron-core's hooks, on the parameters'
+    autograd nodes, reference the wrapper, its gradient buffers and the model. If a module keeps a tensor with an
+    autograd graph, the graph keeps the nodes and their hooks. Model and hooks would then keep each other alive, because
+    Python cannot collect a cycle through autograd. Old hooks would also run in the next phase, whose wrapper uses the
+    same nodes.
     """
 
     _gradient_hooks: dict[torch.nn.Parameter, Hook]

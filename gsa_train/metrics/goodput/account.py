@@ -8,8 +8,8 @@ Each line says how the main rank has spent its time since its process began. `ki
     lost    the process has ended without an `end` line (the next start writes this line); `time` is the time of the
             process's last sign of life, and `progress` the time of its main thread's last progress
 
-Every line has `time` (Unix seconds), `step`, and `seconds`, a dict activity -> seconds. The seconds add up to `time` -
-`began`, or in a `lost` line to `progress` - `began`. docs/reference/goodput.md defines the terms.
+Every line has `time` (Unix seconds), `step`, and `seconds`, a dict activity -> seconds. The seconds add up to `time`
+minus `began`, or, in a `lost` line, to `progress` minus `began`. docs/reference/goodput.md defines the terms.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A choice is a (token, expert) pair. If a rank has T tokens, and each token has k
 each choice, the rank sends the token's hidden state as one row. The choices are sorted by expert, so the rows for each
 rank are contiguous. One all-to-all sends the rows to the experts, and another returns the experts' outputs.
 
-With expert tensor parallelism, several ranks hold a part of each expert. Each of these ranks gets a copy of the rows
-and returns a partial output. The partial outputs are summed after their return.
+With expert tensor parallelism, each expert is split over several ranks. Each of these ranks gets a copy of the rows and
+returns a partial output. The rank that sent the rows sums the partial outputs.
 
 Data moves in permutations whose backward passes are gathers, without atomic additions. Results are therefore bitwise
 reproducible.

@@ -187,7 +187,7 @@ def selection_statistics(
     """Measure the selections of the sampled queries.
 
     Averages of overlap, union ratio and random recall leave out queries that select all their causal keys. Overlap and
-    union ratio compare only queries of one document, because queries of two documents share no key.
+    union ratio compare only queries within the same document, because queries of two documents share no key.
 
     Args:
         sizes: |S_t|, int [B, S]
