@@ -125,7 +125,7 @@ def test_a_run_of_another_machine_joins_those_whose_folders_are_gone(folder: Pat
     assert "4 of 4 runs are finished. Each run trained on 100 tokens" in page.read_text()
     (row,) = (each for each in page.read_text().splitlines() if "31.5 ± 2.1" in each)
     assert row.endswith("| 20.50 ± 0.71 | 31.5 ± 2.1 |")
-    assert "- The text of 2 of the 4 finished runs is not recorded." in page.read_text()
+    assert "- The training text of 2 of the 4 finished runs was not recorded." in page.read_text()
     assert "several training texts" not in page.read_text()
     runs = [row["run"] for row in csv.DictReader((folder / "out/records/small_curves.csv").open())]
     assert list(dict.fromkeys(runs)) == ["one-seed1", "two-seed1", "one-seed2", "two-seed2"]
