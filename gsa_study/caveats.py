@@ -58,7 +58,9 @@ def origins(results: Results) -> list[str]:
             lines.append(f"The finished runs have several {what}: {', '.join(sorted(found))}.")
     unknown = sum(not each.text for each in results.finished)
     if 0 < unknown < len(results.finished):
-        lines.append(f"The training text of {unknown} of the {len(results.finished)} finished runs was not recorded.")
+        lines.append(
+            f"The training text of {unknown} of the {len(results.finished)} finished runs was not recorded."
+        )
     return lines
 
 
