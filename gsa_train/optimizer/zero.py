@@ -73,7 +73,7 @@ def _announce(model: Model) -> None:
     """Register indexer parameters that attention reads directly, so that ZeRO-3 gathers them.
 
     DeepSpeed detects reads of another module's parameters only in forward passes. With recomputation, the indexer's
-    temperature is first read in the backward pass, and would be missed.
+    temperature is first read in the backward pass, where DeepSpeed would miss it.
     """
     for attention in model.attentions:
         if attention.indexer is not None:

@@ -166,7 +166,7 @@ def children_keep_running() -> Iterator[None]:
     their signals to child processes, and SIGTERM would end these processes.
 
     Child processes always inherit the thread's signal mask, but not always the signal handlers. This function therefore
-    sets the mask. This process gets the signals after the `with` block.
+    uses the mask. This process gets the signals after the `with` block.
     """
     resource_tracker.ensure_running()  # before the mask is set, because its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
