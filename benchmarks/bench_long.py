@@ -17,8 +17,8 @@ Further columns:
 - peak_gib: the peak memory that forward and backward add to the inputs, including lists that they make
 
 The union ratio r is the number of keys that at least one of 32 neighbouring queries selects, divided by the number of
-keys that one query selects. Beyond 131072 tokens, where dense attention takes minutes, the bench measures only cuDNN
-and the rows whose name ends with `selected`, and each time comes from one run.
+keys that one query selects. Beyond 131072 tokens, dense attention takes minutes. There, the bench measures only cuDNN
+and the rows whose name ends with `selected`, in a single round.
 """
 
 import sys
@@ -96,8 +96,8 @@ def random_lists(length: int, k: int, ratio: float, seed: int) -> KeyLists:
     """Build random lists for a given union ratio, without a mask of all pairs. Every query selects k keys, and the
     queries of a tile together select ratio * k different keys.
 
-    The list of a tile of neighbouring queries has n = ratio * k random keys from the causal keys of the tile's first
-    query, or all of these if there are fewer. The ratio must be from 1 to the number of queries in a tile. Each query
+    Each tile of neighbouring queries has a list of n = ratio * k random causal keys of the tile's first query, or
+    all its causal keys if there are fewer. The ratio must be from 1 to the number of queries in a tile. Each query
     selects k evenly spaced keys of the list, or the whole list if n <= k. The queries begin at different offsets in the
     list, so that together they select all of its keys.
     """

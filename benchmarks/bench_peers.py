@@ -11,7 +11,7 @@ forward and backward, without gates.
 
 The `cuDNN top-k` rows time cuDNN's exact top-k of given scores. Like our selection, cuDNN prefers the lower index among
 equal scores. The first row compares cuDNN with our selection from the same scores. The second row compares cuDNN's
-top-k alone with our scoring plus selection, which a layer needs.
+top-k alone with our scoring plus selection, because a layer needs both.
 
 Before timing, each peer and our attention must agree with plain torch at 4096 tokens. If a peer is missing, fails or is
 wrong, its row says so. Selections are random, but similar for neighbouring queries, as in a trained model.

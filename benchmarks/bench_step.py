@@ -9,9 +9,9 @@ overrides a field of one config. `baseline_1.7b` is standard_1.7b in plain torch
 `baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries.
 
 Because a device's clock changes with its temperature, each config alternates with the first config. A turn has three
-unlogged steps. Step times are medians over turns. In each pair of turns, the config's time is divided by the first
-config's time. `ratio` is the median quotient, with its standard error. The table by part shows kernel times of one
-profiled step in ms per sequence. `idle` is the time without any kernel.
+steps without logging. Step times are medians over turns. In each pair of turns, the config's time is divided by the
+first config's time. `ratio` is the median quotient, with its standard error. The table by part shows kernel times of
+one profiled step in ms per sequence. `idle` is the time without kernels.
 
 With --lengths (`make bench-step`), the bench measures standard models (cuDNN attention) and GSA models at several
 lengths (whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. Each measured

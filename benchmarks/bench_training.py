@@ -10,9 +10,9 @@ All layouts have the same number of sequences per device. The short name of a la
 there it reports neither memory nor MFU.
 
 With --breakdown, the bench traces two more steps of each model, which take longer than the measured steps. The bench
-prints the mean milliseconds per step of each model part on the device of rank 0. The parts plus `exposed` and `idle`
+prints the mean milliseconds per step of each model part on rank 0's device. The parts plus `exposed` and `idle`
 add up to the traced step's time (gsa_train/profiling/step_breakdown.py):
-- `exposed`: only NCCL kernels ran. Waits for other ranks count, too. `exposed_max` is the maximum over ranks.
+- `exposed`: only NCCL kernels ran, including their waits for other ranks. `exposed_max` is the maximum over ranks.
 - `idle`: no kernel ran.
 - `overlapped`: communication ran together with other kernels. The parts include this time.
 """

@@ -1,6 +1,6 @@
 """Trains megatron-core's own GPT model with its data-parallel wrapper, optimizer and schedule.
 
-Only the training loop and the names of the parts in traces are ours. The model uses megatron-core's local layer
+Only the training loop and the span names in traces are ours. The model uses megatron-core's local layer
 specification, which runs without Transformer Engine and Apex. With this specification, attention
 (scaled_dot_product_attention), norms and AdamW come from torch. The norms do not support sequence parallelism. As in
 Megatron-LM, all fusions are on, except the ones that need an additional library.

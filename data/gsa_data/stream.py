@@ -1,9 +1,9 @@
 """Read blocks of tokens for one data-parallel rank. The order of the blocks of all ranks together does not depend on
 the number of ranks or workers.
 
-The lanes (lanes.py) are `num_lanes` fixed token streams. Global sample i is block i // num_lanes of lane i % num_lanes.
-Of D data-parallel ranks, rank r takes the samples with i % D == r. If num_lanes is not a multiple of D, ranks share
-lanes.
+The lanes (lanes.py) are `num_lanes` fixed token streams. Global sample i comes from lane i % num_lanes, as
+block i // num_lanes. Of D data-parallel ranks, rank r takes samples with i % D == r. If num_lanes is not a multiple of
+D, ranks share lanes.
 
 Each block carries the position at which the next block of its lane begins. A position contains a cursor and, with
 best_fit packing, also the lane's pool of waiting documents. A saved state has each lane's position after the lane's

@@ -47,8 +47,8 @@ def orthogonalize(matrix: torch.Tensor, steps: int, dtype: torch.dtype) -> torch
 
 
 def orthogonalize_all(matrices: list[torch.Tensor], steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Orthogonalize matrices of any shapes. Matrices with equal shapes run as one batch, because a kernel launch takes
-    longer than the product of small matrices."""
+    """Orthogonalize matrices of any shape. Matrices of equal shape run as one batch, because a kernel launch takes
+    longer than a product of small matrices."""
     by_shape: dict[torch.Size, list[int]] = {}
     for at, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(at)

@@ -72,8 +72,8 @@ def build_zero_optimizer(model: Model, phase: PhaseConfig, config: Config) -> Ze
 def _announce(model: Model) -> None:
     """Register indexer parameters that attention reads directly, so that ZeRO-3 gathers them.
 
-    DeepSpeed detects only in forward passes that a module reads another module's parameter. With recomputation, it
-    would miss the indexer's temperature, first read in the backward pass.
+    DeepSpeed detects reads of another module's parameters only in forward passes. With recomputation, the indexer's
+    temperature is first read in the backward pass, where DeepSpeed would miss it.
     """
     for attention in model.attentions:
         if attention.indexer is not None:

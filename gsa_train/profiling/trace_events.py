@@ -115,8 +115,8 @@ def _named(event: Any, forward_parts: ForwardParts) -> str | None:
 
 
 def _forward_part(event: Any) -> str | None:
-    """Return the innermost span around an event, or None if a backward operation lies in between. An operation
-    recomputed inside a backward operation has its own span there."""
+    """Return the innermost span around an event, or None if a backward operation lies between event and span.
+    Recomputed operations have their own spans inside the backward operation."""
     while event is not None:
         if event.name in PARTS:
             return str(event.name)

@@ -1,4 +1,4 @@
-"""Measure how long a rank itself works on a step, without waits for other ranks, and the times of the step's parts.
+"""Measure how long a rank works on each step, excluding waits for other ranks. Also time the step's parts.
 
 The module also warns of stragglers.
 """

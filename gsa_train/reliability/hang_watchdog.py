@@ -3,10 +3,10 @@
 A thread of each rank writes heartbeats to the torch.distributed store. A heartbeat has a counter and the activity of
 the main thread. The first and the last rank read the heartbeats of all ranks.
 
-If a rank makes no progress within the limit (hang_limit.py), rank 0 writes a report and sends an alert by W&B. If rank
-0 is frozen, the last rank writes the report. Every rank that still runs writes its stacks. Then all ranks end with exit
-code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start sends the alert again, because rank
-0, which alone can send alerts, may have been the rank that hung.
+If a rank makes no progress within the limit (hang_limit.py), rank 0 writes a report and sends an alert through W&B. If
+rank 0 is frozen, the last rank writes the report. Every rank that still runs writes its stacks. Then all ranks end with
+exit code 1, and torchrun or Slurm restarts them from the last checkpoint. The next start also sends the alert, because
+only rank 0 can send alerts, and rank 0 may have hung.
 
 At the end of a run, the store may be gone once any rank has exited. Each rank therefore limits its own time to leave
 the process group. A rank that exceeds this limit, for example because a peer died, ends with the run's exit code.

@@ -165,8 +165,8 @@ def children_keep_running() -> Iterator[None]:
     """Block stop signals in child processes that are started inside the `with` block. torchrun and Slurm also send
     their signals to child processes, and SIGTERM would end these processes.
 
-    Child processes always inherit the thread's signal mask, but not always the signal handlers, so the mask blocks the
-    signals. This process gets the signals after the `with` block.
+    Child processes always inherit the thread's signal mask, but not always the signal handlers. This function therefore
+    uses the mask. This process gets the signals after the `with` block.
     """
     resource_tracker.ensure_running()  # before the mask is set, because its start unblocks SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

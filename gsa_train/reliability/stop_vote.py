@@ -17,10 +17,9 @@ SLOW_SECONDS = 1.0
 class StopVote:
     """Takes the maximum of all ranks' stop reasons by gloo all-reduces of two numbers.
 
-    The result of an all-reduce is read at the next call of `ask`, so that hosts do not wait for each other. If steps
-    are slow, the result is read in the same call, because a stop at the next call would be a step too late. Each
-    all-reduce also computes the longest time between two calls on any rank, so that all ranks agree whether steps are
-    slow.
+    The result of an all-reduce is read at the next call of `ask`, so hosts do not wait for each other. If steps are
+    slow, the result is read in the same call, because a stop at the next call would be a step too late. Each all-reduce
+    also computes the longest time between two calls on any rank, so all ranks agree on whether steps are slow.
     """
 
     def __init__(self, request: StopRequest, timeout: timedelta) -> None:

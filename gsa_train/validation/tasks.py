@@ -1,8 +1,8 @@
 """Compute log-likelihoods of continuations for tasks between training steps, with the training model's forward pass.
 
 Requests are packed into sequences of the training length. Each request is a document that sees no other document. As in
-validation, the sequences are divided among the data-parallel replicas, and every rank takes part. The scores equal
-a single rank's scores. The training state does not change.
+validation, data-parallel replicas share the sequences, and every rank takes part. The scores do not depend on the
+number of ranks. The training state does not change.
 """
 
 from __future__ import annotations

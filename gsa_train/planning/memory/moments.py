@@ -1,7 +1,7 @@
 """List moments at which a step's memory may peak, with the memory each moment needs beyond what layers keep.
 
-A moment's bytes are added to what the stage's layers keep for micro-batches in flight. If a tensor counted as kept is
-not allocated at this moment, its bytes are subtracted.
+A moment is a point in time. Its bytes are added to what the stage's layers keep for micro-batches in flight. Kept
+tensors that are not allocated at this point are subtracted.
 
 Only moments of a stage's last layer are listed, because the layers keep less while an earlier layer runs. Projections,
 norms and sums are left out, because memory did not peak there in any trace.

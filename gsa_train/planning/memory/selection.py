@@ -64,8 +64,8 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
     mask.
 
     Key lists need:
-    - partial gradients of K and V, [list entries, 2 d_k], in portions of at most GATHERED_GRADIENT_BYTES (several
-      key-value heads, one head, or some tiles of one head);
+    - partial gradients of K and V, [list entries, 2 d_k], at most GATHERED_GRADIENT_BYTES at once, for several
+      key-value heads, one head, or some tiles of one head;
     - an index for each list entry;
     - the sum of each key's partial gradients, fp32 [B, Lw, n_kv, 2 d_k];
     - partial gradients of Q (if several programs share a list) or final gradients of K and V, whichever are larger.

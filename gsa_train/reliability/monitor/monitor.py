@@ -2,7 +2,7 @@
 
 The device judges a step and, if needed, skips its update (spikes.py). The host reads the verdict READ_DELAY_STEPS steps
 later, so the host does not wait for the device. Before a step is logged or saved, the host reads all verdicts up to
-this step. All ranks thus act on a verdict at the same step, even if the run is repeated.
+this step. All ranks thus act on a verdict at the same step.
 
 Flagged steps belong to the same spike if fewer than SPIKE_GAP_STEPS unflagged steps lie between them.
 """

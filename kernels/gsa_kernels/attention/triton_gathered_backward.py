@@ -67,8 +67,8 @@ def gathered_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute gradients of q, k, v and the gate logits from the gradient of `out`.
 
-    `out` and `lse` come from the forward pass. In addition to the gradients, this function needs memory for
-    - the fp32 gradients of k and v
+    `out` and `lse` come from the forward pass. Besides the returned gradients, this function needs memory for
+    - fp32 accumulators of k's and v's gradients
     - the partial rows: up to `scratch_bytes`, or the partial rows of one tile if these are larger
     - each segment's part of the gradient of q, if programs share a list: up to `limits.segments_bytes`
     """

@@ -138,8 +138,8 @@ def expand_words(word0, word1, word2, word3, WIDTH: tl.constexpr):
     """Expand the WIDTH / 32 words of each row to bool [ROWS, WIDTH]: column c is bit c % 32 of the row's word c // 32.
 
     The shift by c % 32 is split into a shift by c & 6 and a shift by c & 25. In the register layout of a matrix
-    product, c & 6 depends on the thread's lane, so the first shift needs an instruction. The compiler knows
-    c & 25, which depends only on the register. It replaces the second shift with a test of a fixed bit.
+    product, c & 6 depends on the thread's lane, so the first shift needs an instruction. c & 25 depends
+    only on the register, so the compiler replaces the second shift with a test of a fixed bit.
     """
     columns = tl.arange(0, WIDTH)
     of_lane = (columns & 6)[None, :]

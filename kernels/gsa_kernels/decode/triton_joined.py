@@ -177,9 +177,9 @@ def _pairs_of(
     """Return, for each pair of rows: the first row, the second row, the end of their section, the indices of the cosine
     and the sine in the table, and whether the pair rotates.
 
-    All results are [TILE]. The first `channels` rows of a head rotate in pairs (i, i + channels / 2). The n other rows
-    of the head do not rotate, and form pairs (i, i + n / 2). If values have gates, each of the K rows of values forms a
-    pair with its gate, K rows later.
+    All results are [TILE]. The first `channels` rows of a head rotate in pairs (i, i + channels / 2). The other n
+    rows do not rotate, and form pairs (i, i + n / 2). If values have gates, row i of the K value rows forms a pair with
+    its gate, row i + K.
     """
     VALUES: tl.constexpr = Q + K
     GATES: tl.constexpr = VALUES + K + VALUE_GATE

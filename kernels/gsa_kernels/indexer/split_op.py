@@ -203,9 +203,9 @@ def _split_backward_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, TOTAL: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`queries`, `keys` and `weights` are the gradients of the forward kernel's results with these names. If there are
-    norms, each program also stores its part of the gradients of the norms' weights: DIM values for the norm of the
-    queries, then DIM for the norm of the key."""
+    """`queries`, `keys` and `weights` are gradients of the forward kernel's results of the same names. If there are
+    norms, each program also stores its part of the norm weights' gradients: DIM values for the query norm, then DIM
+    for the key norm."""
     rows, exists, mixed, token = _rows_of_program(length, batch, TOTAL, ROWS)
     WIDTH: tl.constexpr = HEADS * DIM
     inputs, of_key, query_sums, key_sums = None, None, None, None

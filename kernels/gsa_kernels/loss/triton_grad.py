@@ -121,7 +121,7 @@ def score_pass_kernel(
     the tile's list. The grid is (segments, tiles, B). If no key of the segment is causal for the program's rows, the
     program writes nothing. Scores are multiplied by log2(e), so that the kernel can use exp2.
 
-    The kernel writes G, the gradient of the scores, for each tile of keys in which some key is causal for some row.
+    A program writes G, the gradient of the scores, for its segment's key tiles from the first causal key to the last.
     """
     segment = tl.program_id(0)
     num_tiles = tl.num_programs(1)

@@ -63,7 +63,7 @@ def slope(a, KIND: tl.constexpr):
 def times_slope(g, product, a, KIND: tl.constexpr):
     """Compute g * da/dz. For ReLU, only the sign of `product` matters, so `a` need not be computed.
 
-    With ReLU, a NaN `product` gives the incoming gradient g: NaN if the row attends to the key, else 0.
+    With ReLU, a NaN `product` gives g, which is NaN if the row attends to the key and 0 otherwise.
     """
     return tl.where(product <= 0, 0.0, g) if KIND == RELU else g * slope(a, KIND)
 

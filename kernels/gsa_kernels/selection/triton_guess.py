@@ -154,8 +154,8 @@ def _guess_kernel(
 
 @triton.jit
 def _quantile(x, visible, found, wanted, most, mean, deviation):
-    """Return a score that at least `wanted` sampled causal scores reach, and how many scores reach it. Only equal
-    scores can make this number larger than `most`."""
+    """Return a score and the number of sampled causal scores that reach it. This number is at least `wanted`, and at
+    most `most` unless some scores are equal."""
     low = tl.min(tl.where(visible, x, float("inf")))
     high = tl.max(tl.where(visible, x, float("-inf")))
     count = found

@@ -64,9 +64,9 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     and the upper bound otherwise. The search ends when exactly k entries reach the lower bound, or when no int32 is
     left between the bounds.
 
-    The search interpolates the next value from the counts at the two bounds, to move the bound whose count is further
-    from k. To move the lower bound, the search aims at a count slightly above k. To move the upper bound, it aims
-    slightly below k. If a round does not halve the entries between the bounds, the next value is the bounds' midpoint.
+    The search interpolates the next value from the counts at the two bounds. The value should replace the bound whose
+    count is further from k. For the lower bound, the search aims at a count slightly above k, for the upper bound below
+    k. If an interpolated value does not halve the entries between the bounds, the next value is the bounds' midpoint.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry

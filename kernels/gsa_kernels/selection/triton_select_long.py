@@ -4,8 +4,8 @@ The k groups with the highest maxima contain the k best keys, because any key ou
 maxima. (Of equal maxima, the lower group comes first.) A row of L keys has L / 8 groups. One kernel finds the k groups.
 A second kernel selects among their 8 * k keys.
 
-If registers cannot hold the L / 8 maxima, the first kernel forms clusters of 8 groups. It first finds the k best
-clusters, which contain the k best groups. The row is read in full only once. The 8 keys of a group are one byte of the
+If registers cannot hold the L / 8 maxima, the first kernel forms clusters of 8 groups. The k clusters with the
+highest maxima contain the k best groups. The row is read in full only once. The 8 keys of a group are one byte of the
 row's packed mask.
 """
 

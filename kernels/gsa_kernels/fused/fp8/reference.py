@@ -23,7 +23,7 @@ class Quantized(NamedTuple):
 
 
 def attached(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a new fp32 tensor [count], attached to x. Each of the `count` programs that write x stores its values'
+    """Return a new fp32 tensor [count], stored as an attribute of x. Each of the `count` programs that write x puts its
     largest magnitude there."""
     largest = torch.empty(count, dtype=torch.float32, device=x.device)
     x.fp8_magnitudes = largest, x._version  # type: ignore[attr-defined]  # torch allows attributes of our own
@@ -42,7 +42,7 @@ def with_same_largest(x: torch.Tensor) -> torch.Tensor:
 def magnitudes(*tensors: torch.Tensor) -> torch.Tensor:
     """Return candidates for the largest magnitude of each tensor, int32 [tensors, any number].
 
-    A candidate has the bits of an fp32 number >= 0. As integers, such bits sort like the numbers, with NaN above
+    Candidates are the bits of fp32 numbers >= 0, read as integers. The integers sort like the numbers, with NaN above
     infinity. An integer maximum therefore keeps NaN, even across ranks.
     """
     return torch.stack([(x.float().view(torch.int32) & 0x7FFFFFFF).max()[None] for x in tensors])
