@@ -1,8 +1,8 @@
 """Save and load optimizer state for any parallel layout, as `optimizer.state.KIND.NAME` in the parameter's whole shape.
 
-Each rank writes and reads only its own shards (`StatePart`), without additional memory. megatron-core 0.16.1 has no
-such format. Its `fully_reshardable` gathers all shards in the host memory of every data-parallel rank. Its other
-formats cannot be loaded after a change of the tensor-parallel or pipeline-parallel size.
+Each rank writes and reads only its own shards (`StatePart`), without additional memory. In megatron-core 0.16.1,
+the format `fully_reshardable` gathers all shards in the host memory of every data-parallel rank. The other formats
+cannot be loaded after a change of the tensor-parallel or pipeline-parallel size.
 
 megatron-core's planner describes a rank's shard of a tensor as a box (an offset and a shape). The optimizer's shard of
 a matrix is a range of the flattened matrix, and this range may begin and end within a row. The range is therefore saved

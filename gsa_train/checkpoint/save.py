@@ -168,7 +168,7 @@ class CheckpointSaver:
 
         The call first waits for any save in progress. Without `checkpoint.async_save`, the call also waits for the new
         save. If the last allowed retry has failed, no save starts, because `check` will stop the run. If a rank's state
-        has NaN or infinite values, nothing is saved, and the last result has the error.
+        has NaN or infinite values, nothing is saved, and the list's last result has the error.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:
@@ -293,7 +293,7 @@ class CheckpointSaver:
         """Write and publish the checkpoint. Collective over the ranks' threads.
 
         The threads communicate twice: they gather what each has written, and the main rank's thread sends the result.
-        A thread that fails raises no error, because the others would wait for it. It sends the error instead.
+        A failed thread sends its error instead of raising it, because the other threads wait for its message.
         """
         ranks = gathered(self._write_mine(save), self._group)
         result: Any = None

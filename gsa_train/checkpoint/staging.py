@@ -39,7 +39,7 @@ class Copies:
         """Make the update wait for the copies of this save.
 
         Device work that is queued after this call waits for the copies of tensors on the device. The call itself waits
-        for the copies of tensors in host memory. If a copy fails, `wait` raises the error, and this call does not.
+        for the copies of tensors in host memory. If a copy fails, only `wait` raises the error.
         """
         if not self._sources:
             return

@@ -421,8 +421,8 @@ def _meant(known: list[str], key: str, value: object, prefix: str, root: type) -
 def fields_named(key: str, root: type) -> list[str]:
     """Return the fields that a user may mean by `key`, as `section.field` of a config of class `root`.
 
-    If another framework has a setting `key`, the result is our field for this setting. Otherwise, it is every field
-    `key`, in any section.
+    If another framework has a setting `key`, the result is our field for this setting. Otherwise, the result is all
+    fields named `key`, in any section.
     """
     names = field_names(root)
     if FIELD_OF.get(key) in names:

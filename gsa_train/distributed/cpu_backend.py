@@ -7,7 +7,7 @@ each replaced name and the code that uses it:
     device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints
     Tensor.type() == "torch.cuda..."     optimizer, gradient clipping
     pin_memory=True                      checkpoints
-    ShardedTensor.init_data              loading different tensors on each rank (its default argument is torch.empty)
+    ShardedTensor.init_data              loading different tensors on each rank (`init_fn` defaults to torch.empty)
     torch.cuda.synchronize()             pipeline sends, checkpoints
     torch.cuda.Stream(), current_stream  gradient buffers (with several optimizer instances, or in megatron-core 0.19)
     the CUDA generator                   the tensor-parallel random-number tracker, recomputation with dropout

@@ -45,8 +45,8 @@ def replace_readers(
 ) -> None:
     """Replace the readers that unpickle files.
 
-    As an argument, megatron-core 0.16 takes only the reader of the common file (see `load_sharded`), and 0.19 takes
-    none. This function replaces the other readers inside megatron-core's modules.
+    megatron-core 0.16 accepts the common file's reader as an argument (see `load_sharded`), but 0.19 does not. This
+    function replaces the other readers inside megatron-core's modules.
     """
     patched: Any = torch_strategies
     patched._get_filesystem_reader, patched.MCoreLoadPlanner = reader, planner

@@ -281,8 +281,8 @@ class AttentionOverChunks:
         I_t are the indexer scores of the attended keys, and beta is the inverse temperature. The log gets each query's
         KL, [B, L]. If queries are sampled or sharded, the log gets the (estimated) sum of the KLs.
 
-        The target p_t is the mean of the attention probabilities over the heads of all tensor-parallel ranks. To
-        compute p_t, the ranks all-gather queries, keys and log-sum-exps, because the probabilities have L^2 elements.
+        The target p_t is the mean attention probability over the heads of all tensor-parallel ranks. To compute p_t,
+        the ranks all-gather queries, keys and log-sum-exps instead of the probabilities, which have L^2 elements.
         Each rank then sums the KL over its share of the queries. This sum is multiplied by the number of ranks, because
         the indexer's gradients are averaged over the ranks (indexer.py).
         """

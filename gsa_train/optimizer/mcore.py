@@ -50,11 +50,10 @@ Hook = Callable[..., None]
 class PhaseDataParallel(DistributedDataParallel):
     """Wraps a model as megatron-core does, with gradient hooks that can be removed at the end of the phase.
 
-    The hooks of this class hold only a weak reference to the wrapper. megatron-core's hooks, on the parameters'
-    autograd nodes, reference the wrapper, its gradient buffers and the model. If a module keeps a tensor with an
-    autograd graph, the graph keeps the nodes and their hooks. Model and hooks would then keep each other alive, because
-    Python cannot collect a cycle through autograd. Old hooks would also run in the next phase, whose wrapper uses the
-    same nodes.
+    megatron-core's hooks are on the parameters' autograd nodes, and reference the wrapper, its gradient buffers and the
+    model. A module that keeps a tensor with an autograd graph would thus close a reference cycle: tensor, graph, hooks,
+    wrapper, model. Python cannot collect a cycle through autograd, so the hooks of this class hold only a weak
+    reference to the wrapper. Old hooks must also be disabled for the next phase, whose wrapper uses the same nodes.
     """
 
     _gradient_hooks: dict[torch.nn.Parameter, Hook]

@@ -5,7 +5,7 @@ Each line says how the main rank has spent its time since its process began. `ki
     start   the process has opened the run folder; `began` is the time when the process began
     steps   some steps have ended; `phase` is the phase of the last step
     end     the process ends on purpose; `reason` says why
-    lost    the process has ended without an `end` line (the next start writes this line); `time` is the time of the
+    lost    written by the next start if the process has ended without an `end` line; `time` is the time of the
             process's last sign of life, and `progress` the time of its main thread's last progress
 
 Every line has `time` (Unix seconds), `step`, and `seconds`, a dict activity -> seconds. The seconds add up to `time`

@@ -63,8 +63,8 @@ class RunClock:
     def during(self, activity: str) -> Iterator[None]:
         """Count the time of the `with` block as this activity, then return to the previous activity.
 
-        If the block raises an error, the clock stays in this activity, so that `read` can end it at the main thread's
-        last progress. Later time counts as lost, because the main thread may have waited for a dead peer.
+        If the block raises an error, this activity continues, and `read(until)` can end the activity at the main
+        thread's last progress. Later time counts as lost, because the main thread may have waited for a dead peer.
         """
         before = self._spent.activity
         self.begin(activity)

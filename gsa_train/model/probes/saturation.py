@@ -1,7 +1,7 @@
 """Measure early signs of divergence: large attention logits, and indexer scores in flat regions of their activation.
 
-Logged steps compare a few sampled queries (`QuerySample.sparse`) with all their causal keys. This comparison gives the
-largest attention logit, and the share of keys where the indexer's activation is flat. The cost is small.
+Logged steps score a few sampled queries (`QuerySample.sparse`) against all their causal keys. The results are the
+largest attention logit, and the share of keys where the indexer's activation has almost no slope.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def saturation_statistics(
     indexer: Indexer | None,
     queries: MeasuredQueries,
 ) -> Statistics:
-    """Compare the sparse queries that have at least two causal keys with these keys.
+    """Score the sparse queries that have at least two causal keys against these keys.
 
     Args:
         indexer: projections of all queries; None if the layer has no indexer.
