@@ -148,8 +148,8 @@ SHORT_TOKENS = 4096
 def common_words(rng: random.Random, size: int, setting: Setting) -> Sample:
     """Make a prompt with two lists of words: an example list with its answer, and a list without an answer.
 
-    The answer names each list's ten common words. The example has 30 other words, or 10 if prompts are short. The
-    second list has `size`. Numbers and frequencies follow RULER's `common_words_extraction.py`."""
+    Each answer names the ten common words. The example has 30 other words, or 10 in short prompts. The second list has
+    `size` other words. Numbers and frequencies follow RULER's `common_words_extraction.py`."""
     is_short = setting.length_tokens < SHORT_TOKENS
 
     def listed(others: int, times: int, times_of_others: int) -> tuple[str, list[str]]:
@@ -181,8 +181,8 @@ MOST_FREQUENT = 100
 def frequent_words(rng: random.Random, size: int, setting: Setting) -> Sample:
     """Make a prompt that asks for the most frequent coded words of a text. Frequencies are proportional to 1 / rank^2.
 
-    The most frequent word is "...", which the answer leaves out. As in RULER's `freq_words_extraction.py`, a text of n
-    tokens has n // 50 different words, including "..."."""
+    The most frequent word is three dots ("..."), which the answer leaves out. As in RULER's `freq_words_extraction.py`,
+    a text of n tokens has n // 50 different words, including "..."."""
     codes: list[str] = []
     while len(codes) < max(4, setting.length_tokens // 50 - 1):
         code = letters(rng, 6)

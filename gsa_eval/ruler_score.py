@@ -49,7 +49,7 @@ def score_ruler(generate: Generate, tokenizer: Tokenizer, options: RulerOptions)
 
     * `scores` by length and task, and `mean` by length, from 0 to 100, with standard errors (NaN for one sample)
     * `effective_length`: the longest length with a mean of at least `THRESHOLD`, or None
-    * `needles`: score and depth of each single needle
+    * `needles`: score and depth for each prompt with one needle
 
     Raises:
         ValueError: a task is unknown or lacks its filler text, or a length is too short for a task.

@@ -126,7 +126,7 @@ def as_piece(request: Request) -> Piece:
 
 
 def windows(document: Tokens, eos_id: int, context_length: int, stride: int) -> Iterator[Piece]:
-    """Yields windows of a document with an EOS in front. Each token of the document is scored in one window.
+    """Prepends an EOS to the document, then yields windows. Each token of the document is scored in one window.
 
     Args:
         document: [tokens], without EOS.

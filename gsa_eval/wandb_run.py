@@ -28,7 +28,7 @@ def log_to_wandb(
     results: dict[str, Any], folder: Path, config: Config, training_id: str | None, choice: str = ""
 ) -> str | None:
     """Log an evaluation as a new W&B run, and return the run's id. Return None if W&B is disabled, or if the scores
-    cannot be logged. If only their upload fails, a warning gives the command that sends them later.
+    cannot be logged. If logged scores cannot be uploaded, a warning gives the command to upload them.
 
     The new run has the project, entity, group and tags of the training's W&B run, which is not opened again. The field
     LINK of the new run's config holds the training run's id.

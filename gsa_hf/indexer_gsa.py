@@ -1,7 +1,7 @@
 """Compute the indexer in plain torch. The indexer scores all keys for each query. The scores give the query's budget
 (number of keys), the selected keys, and the indexer loss.
 
-Shapes have B sequences, L queries of this forward pass, Lk keys (with the cache's keys), and HI indexer heads of size
+Shapes have B sequences, L queries of this forward pass, Lk keys (including cached keys), and HI indexer heads of size
 DI.
 """
 

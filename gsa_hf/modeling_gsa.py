@@ -178,7 +178,7 @@ class GSAModel(GSAPreTrainedModel):
             Positions of the tokens. If unset and `attention_mask` is 2-d, positions count from the first real token
             of each sequence.
         past_key_values, cache (`Cache`, *optional*):
-            Two names of one argument.
+            Two names for one argument.
         output_indexer_loss (`bool`, *optional*):
             If True, return the indexer loss with its graph; the caller adds it to the training loss. If unset in
             training, backward through `last_hidden_state` includes `config.indexer_loss_coef` times the indexer loss.
@@ -303,8 +303,8 @@ class GSAForCausalLM(GSAPreTrainedModel, GenerationMixin):
         r"""
         labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
             Token ids, which the model shifts by one. The loss ignores labels of -100. In training, `loss` is the
-            language model's loss plus `config.indexer_loss_coef` times the indexer loss. Without labels, the backward
-            pass of the logits adds the gradient of the second term.
+            language model's loss plus `config.indexer_loss_coef` times the indexer loss. Without labels, backward
+            through the logits adds the gradient of the weighted indexer loss.
         output_indexer_loss (`bool`, *optional*):
             If True, return the indexer loss with its graph, for the caller to add. Not allowed with labels.
         """
@@ -357,9 +357,9 @@ def rotary_config_of_indexer(config: GSAConfig) -> GSAConfig:
 def _share_of_batch(
     labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None
 ) -> float | torch.Tensor:
-    """Return the fraction of the optimizer step's labels in this forward pass, or 1 if `num_items_in_batch` is None. A
-    step may have several passes. Trainer divides the language-model loss of each pass by `num_items_in_batch`, the
-    number of labels in the step. The returned fraction scales the indexer loss to match."""
+    """Return this forward pass's share of the optimizer step's labels, or 1 if `num_items_in_batch` is None. A step may
+    have several passes. Trainer divides the language-model loss of each pass by `num_items_in_batch`, the number of
+    labels in the step. The returned share scales the indexer loss to match."""
     if num_items_in_batch is None:
         return 1.0
     return (labels[:, 1:] != -100).sum() / num_items_in_batch

@@ -1,5 +1,5 @@
-"""Write the caveats below the tables of a study. The caveats name arms (compared configs) without a clear difference,
-missing runs and metrics, and runs whose commits, devices or texts differ.
+"""Write the caveats below the tables of a study. The caveats name missing runs and metrics, arms (compared configs)
+without a clear difference, and runs whose commits, devices or texts differ.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def plan_study(
 
 
 def _first_of(folders: Sequence[Path]) -> str:
-    """Return the first folder, and how many more there are. A change may affect all runs of a study, and the list of
-    their folders would be long."""
+    """Return only the first folder and the number of others, because a config change may affect every run of a
+    study."""
     more = len(set(folders)) - 1
     return f"{folders[0]} and {more} more" if more else str(folders[0])
 

@@ -82,9 +82,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
     Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
-    A local run is left out if its records are cut off, or if its config differs from the study's present config. A
-    recorded run without a usable local run keeps its recorded values. In that case, all runs are compared at the
-    record's token count and training time. A local run that ended earlier has no value.
+    A local run is left out if its records are cut off, or its config differs from the study's. If a recorded run has no
+    usable local run, it keeps its recorded values, and all runs are compared at the record's token count and training
+    time. A local run that ended before that point has no value.
 
     Raises:
         ConfigError: a file of the record is damaged.

@@ -35,8 +35,8 @@ def spread_of(values: Iterable[float | None]) -> Spread:
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Spread:
     """Return the spread of the differences between two arms (compared configs). Each seed with a value in both arms
-    gives one difference. Runs with the same seed read the same text, and corresponding weights of equal shape start
-    equal. The difference therefore cancels the seed's effect."""
+    gives one difference. Runs with equal seeds read the same text, and start with equal weights where shapes match. The
+    difference therefore cancels the seed's effect."""
     return spread_of(
         value - beside
         for seed, value in one.items()

@@ -106,9 +106,8 @@ def short(commit: str) -> str:
 
 
 def seed_rows(results: Results) -> Rows:
-    """Return a row for each arm after the first arm. The row has the mean difference from the first arm in the first
-    metric of the study, computed seed by seed. An arm that shares fewer than two seeds with the first arm has no
-    row."""
+    """Return a row for each arm after the first arm. For the study's first metric, the row gives the mean difference
+    from the first arm, computed seed by seed. An arm that shares fewer than two seeds with the first arm has no row."""
     if not results.columns:
         return []
     first, column = results.arms[0], results.columns[0]

@@ -1,7 +1,7 @@
 """Trains whole models, one after another, in one world of ranks, and measures the speed and memory of each model.
 
-The models are ours and megatron-core's (megatron_peer.py). A config sets the sizes of each model. Each model runs in
-each layout (variants.py).
+Models come from gsa_train and megatron-core (megatron_peer.py). A config sets the sizes of each model. Each model runs
+in each layout (variants.py).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ predicted exactly once, in a block that also has the token before it. After an E
 (pack.loss_mask).
 
 Blocks take the oldest document first, so no document stays in the pool for long. A saved position therefore refers only
-to recently read documents. At the start of a run, the pool grows by one document per block. With a full pool from the
-start, the first blocks would hold only long documents.
+to recently read documents. At the start of a run, the pool grows by one document per block. A pool that started full
+would fill the first blocks with long documents only.
 """
 
 from __future__ import annotations

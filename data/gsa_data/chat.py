@@ -3,8 +3,8 @@
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
 
 A conversation is one document. Each token is an integer whose lower bits are the token id. A higher bit says whether
-the loss covers the token (marks.py), so the loss mask stays with the tokens in packing and in the broadcast to the
-ranks.
+the loss covers the token (marks.py). The loss mask therefore stays with the tokens during packing and the broadcast to
+the ranks.
 """
 
 from __future__ import annotations

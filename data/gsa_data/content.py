@@ -1,8 +1,8 @@
 """Hash small samples of a corpus's files, so that a resume can name a changed file.
 
-Each file is sampled at its start, middle and end. Small files are read whole. In a large file, changes between the
-samples are not detected. Sizes and times of files would not suffice, because a replaced shard may have the same size,
-and copying an unchanged file changes its time.
+Each file is sampled at its start, middle and end. Small files are read whole. In a large file, changes between samples
+are not detected. File sizes and modification times would not reliably show changes. A replaced shard may have the same
+size, and a copied file gets a new time.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _samples(filesystem: Any, base: str, sizes: Mapping[str, int], pulse: Pulse)
 
 
 def _local_parts(files: list[tuple[str, list[tuple[int, int]]]]) -> list[bytes]:
-    """Read samples of local files concurrently, because on a network file system each opening of a file waits for a
-    server. fsspec would be slower: it opens each file three times, and reads one file after another."""
+    """Read samples of local files concurrently, because opening a file on a network file system is slow. fsspec would
+    be slower: it opens each file three times, and reads one file after another."""
     outcomes = [in_background(partial(_read_parts, *file)) for file in files]
     return [content for outcome in outcomes for content in outcome.result()]
 

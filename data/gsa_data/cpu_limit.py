@@ -20,7 +20,7 @@ class OverLimit(BaseException):
 class CpuLimit:
     """Ends `with` blocks that take too much CPU time, whatever the load of the machine.
 
-    One thread checks all blocks every POLL_SECONDS, so the limit costs only microseconds per block. A long call of C
+    One thread checks all blocks every POLL_SECONDS, so the limit costs only microseconds per block. A long call into C
     code is not interrupted: the block ends after the call. The object can be pickled and forked.
     """
 

@@ -214,9 +214,8 @@ def _result(outcome: Future[T]) -> T:
 class _Connector(threading.Thread):
     """Helper thread that connects to file systems for one reading thread.
 
-    fsspec caches file systems per thread, so the helper thread stays alive and makes all connections for its reading
-    thread. If a server does not answer, the helper thread hangs. The reading thread then abandons the hanging helper
-    and starts a new helper.
+    fsspec caches file systems per thread, so one helper makes all connections for the reading thread. If a server does
+    not answer, the helper hangs. The reading thread then abandons the hanging helper and starts a new helper.
     """
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ All numbers in NAME.idx are little-endian. The file has these fields, in this or
 
 This is the layout of megatron.core.datasets.indexed_dataset.
 
-Each dataset counts as a shard, and each document as a line of the shard. The source of a document is the name of the
-dataset's sub-folder, or NO_SOURCE if the dataset lies in the folder itself.
+Each dataset counts as a shard, and each document as a line of the shard. A document's source is the sub-folder that
+contains the dataset, or NO_SOURCE if the dataset is directly in the corpus folder.
 
 This module is stricter than megatron-core. Sizes and offsets must match exactly. Ids must be in the vocabulary. A
 dataset written by `prepare.py tokens` must match its record (prepared.py).
@@ -215,8 +215,8 @@ class IndexedReader:
         return self.folder.manifest
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """Open lines of a shard (see ShardReader.open). The first call for a shard checks the whole .idx file. If
-        `prepare.py tokens` made the shard, this call also checks the checksum of the shard."""
+        """Open every parts-th line of a shard (see ShardReader.open). The first call for a shard checks the whole .idx
+        file. If `prepare.py tokens` made the shard, this call also verifies the shard's checksum."""
         path = (self.folder.root / relpath).with_suffix(".idx")
 
         def mapped(pulse: Pulse) -> tuple[Index, AnyTokens, int]:

@@ -1,8 +1,8 @@
 """Tokenize the shards of a folder once, into one of megatron-core's indexed datasets per shard (`prepare.py tokens`).
 
 Each dataset has a record of its origin (prepared.py). The .idx file of a dataset gets its final name last, so a dataset
-with an .idx file is complete. After a kill, the same command continues with the datasets that lack an .idx file. Only
-one command at a time may write to a folder.
+with an .idx file is complete. A rerun of a killed command continues with the datasets that lack an .idx file. Only one
+command at a time may write to a folder.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class EncodedDocument(NamedTuple):
 
 
 class ShardLines(Protocol):
-    """Sequence of the lines of one shard. An item is a tokenized document, or the name of the fault of a bad line. A
+    """Sequence of the lines of one shard. An item is a tokenized document, or for a bad line, the name of the fault. A
     document is tokenized when its item is accessed."""
 
     def __len__(self) -> int: ...

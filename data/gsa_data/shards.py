@@ -121,7 +121,7 @@ def read_lines(manifest: Manifest, relpath: str, reading: Reading, counters: Cou
     """Read all lines of one shard of JSON lines, without newlines and byte order mark.
 
     `read_shard` handles a missing or unreadable shard. A shard is damaged if it is truncated, corrupt or too large when
-    unpacked, or if its size differs from the manifest. With on_bad_shard="skip", a damaged shard counts in
+    unpacked, or if its size differs from the manifest. With on_bad_shard="skip", a damaged shard increments
     shards_damaged, and its complete lines are kept.
     """
     packed = read_shard(manifest, relpath, reading, counters)

@@ -1,7 +1,7 @@
 """Weight the sources of a corpus: the weight decides how often a document comes in an epoch.
 
-With weight 0, the documents of a source are never read. With 0.5, they are read in every other epoch, and with 2 twice
-per epoch. Each document has a fixed number u in [0, 1). Epoch e reads a document of weight w this number of times:
+With weight 0, a source's documents are never read. With 0.5, they are read every other epoch. With 2, they are read
+twice per epoch. Each document has a fixed number u in [0, 1). Epoch e reads a document of weight w this many times:
 
     floor((e + 1) w + u) - floor(e w + u)
 
@@ -17,8 +17,8 @@ which are read in order. Place j has one slot (j, c) for each copy number c:
 In general, slot (j, c) has document (j - v(c) * n) mod n, where v(c) is the van der Corput sequence. Copies of a
 document are therefore far apart, and each source's share is nearly constant along a unit.
 
-If an epoch has no copy c of the document in slot (j, c), the slot is skipped. The slots do not depend on the weights,
-so a run may resume at any slot with other weights.
+Slot (j, c) is skipped if the epoch reads its document at most c times. The slots do not depend on the weights, so a run
+may resume at any slot with other weights.
 """
 
 from __future__ import annotations

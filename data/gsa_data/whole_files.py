@@ -1,4 +1,4 @@
-"""Read a whole file from the user, but refuse pipes, devices and large files. For JSON, also limit the depth of nested
+"""Read a whole user-supplied file, but refuse pipes, devices and large files. For JSON, also limit the depth of nested
 lists and objects."""
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     python launch/evaluate.py --checkpoint DIR | --hf DIR --name NAME --out DIR [--data PLACE ...] [key=value ...]
 
 The checkpoint may have any parallel layout. Results go to RUN_DIR/evaluations/NAME, or to DIR/NAME with --out.
-key=value changes how the model attends: gsa.attention, gsa.k_base, gsa.k_min, gsa.k_max, gsa.local_window,
+key=value overrides an attention setting: gsa.attention, gsa.k_base, gsa.k_min, gsa.k_max, gsa.local_window,
 gsa.dense_below, gsa.adaptive_k, model.rope_base or model.rope_scaling.*. Exit code 2 means incorrect usage, or an
 unreadable model or text.
 """

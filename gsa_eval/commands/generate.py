@@ -3,12 +3,12 @@
     python launch/generate.py --run RUN_DIR [--step N] --prompt TEXT [--prompt TEXT ...] --max-new-tokens N
     python launch/generate.py --checkpoint DIR | --hf DIR  --prompts FILE | --interactive ...
 
-The checkpoint may have any parallel layout. Decoding is greedy by default. --temperature, --top-k or --top-p turn on
-sampling, and --seed fixes its random numbers. The texts go to standard output, the speed to standard error.
+The checkpoint may have any parallel layout. Decoding is greedy by default. Any of --temperature, --top-k and --top-p
+turns on sampling. --seed fixes the random numbers. Texts go to standard output, the speed to standard error.
 
 On CUDA, attention uses the Triton kernels. Elsewhere, it uses plain torch, which is slow for long texts. --attention
 selects another implementation. Exit code 2 means incorrect usage, a missing checkpoint, an empty prompt, or a prompt
-too long for the model's context with the new tokens added. Exit code 130 means Ctrl-C.
+that, with the new tokens, exceeds the model's context. Exit code 130 means Ctrl-C.
 """
 
 from __future__ import annotations

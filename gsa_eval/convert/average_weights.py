@@ -23,7 +23,7 @@ def average_weights(checkpoints: Sequence[Path], out: Path, moving: bool) -> Non
     """Write the averages to the folder `out`, which is created atomically.
 
     `out` also gets the step, the config and the tokenizer of the last checkpoint. The averages have the dtype of the
-    weights. If this is not fp32, `out` also has them in fp32 for `checkpoint.initial_weights`.
+    weights. If the weights are not fp32, `out` also holds fp32 averages for `checkpoint.initial_weights`.
 
     Args:
         moving: average the checkpoints' moving averages. A parameter without a moving average, because the phase does

@@ -111,8 +111,8 @@ class PlannedTensor:
 
 
 def write_shards(folder: Path, planned: list[PlannedTensor], largest_bytes: int) -> None:
-    """Write the tensors in order, with one shard in memory at a time. A shard has at most `largest_bytes`, or a single
-    tensor that is larger."""
+    """Write the tensors in order, with one shard in memory at a time. A shard has at most `largest_bytes`, unless a
+    single tensor is larger."""
     shards: list[list[PlannedTensor]] = [[]]
     size = 0
     for tensor in planned:

@@ -3,8 +3,8 @@
     python -m gsa_study.commands.frontier
 
 Each mark is a selection method at one length. The x axis is the speed-up of a training step. The y axis is the needles
-found in a retrieval test, in percent of the dense model. Methods that lack either value are not drawn. If a model was
-trained with the method, only that model is drawn.
+found in a retrieval test, in percent of the dense model. Methods lacking either value are omitted. If a model was
+trained with the method, the method's other results are not drawn.
 """
 
 from __future__ import annotations

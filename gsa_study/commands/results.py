@@ -7,7 +7,7 @@ Then it writes a page for each study file in `--studies` that has a `question` a
 receives a table of all pages. The verdicts, which a person writes in the pages, are kept. If no losses of a study are
 recorded, its figure is kept, too.
 
-Exit code 2 means incorrect usage, a mistake in a study file, a damaged file of a record, a page without the heading `##
+Exit code 2 means incorrect usage, a mistake in a study file, a damaged record file, a page without the heading `##
 Verdict`, or a full disk.
 """
 

@@ -1,5 +1,5 @@
-"""Tests mixtures of experts in parallel layouts of four ranks. Each layout must train as one rank does, and must resume
-checkpoints of other layouts."""
+"""Tests mixtures of experts in parallel layouts of four ranks. Each layout must match one rank's results, and must
+resume checkpoints of other layouts."""
 
 import math
 from typing import Any

@@ -1,5 +1,5 @@
-"""Tests that mixtures of experts train in every layout of two ranks (NCCL, bf16) as on one rank. The tolerance comes
-from runs on one rank that differ only in rounding (tests/helpers/layouts_on_gpu.py)."""
+"""Tests that mixtures of experts give similar results on one rank and in every two-rank layout (NCCL, bf16). The
+tolerance comes from one-rank runs that differ only in rounding (tests/helpers/layouts_on_gpu.py)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs only the first and last programs along each axis of a grid, for lengths that no test can compute in full.
+"""Runs only the first and last programs along each axis of a grid, for tensors too large to compute in full.
 
 The tensors' memory is reserved, but most of it is never used. A launch fails if a GPU would reject its grid. It also
 fails if a product of two int32 values overflows, because an address that is computed from this product would be wrong.

@@ -1,6 +1,6 @@
 """Injects faults into one rank of a training run by patching its process, without changes to `launch/pretrain.py`.
 
-The faults are given in JSON, which maps the name of each fault to its arguments. Steps count from 1. In the list,
+The faults are a JSON object that maps each fault's name to its arguments. Steps are numbered from 1. In the list,
 "before that step" means before the step trains on its batch:
 
     random_tokens: [[first, last], ...]     the corpus has uniformly random tokens where these steps read it

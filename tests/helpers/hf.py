@@ -65,8 +65,8 @@ def tiny_model(name: str = "gsa", seed: int = 0, attention: str = "eager", **cha
 
 
 def distinct_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Draw tokens, int64 [rows, length], so that no row contains a token twice. The first layer's keys of a repeated
-    token would have equal scores, and rounding would decide which of these keys is selected."""
+    """Draw tokens, int64 [rows, length], so that no row contains a token twice. In the first layer, a repeated token's
+    keys would have equal scores, and rounding would decide which key is selected."""
     generator = torch.Generator().manual_seed(seed)
     draws = [1 + torch.randperm(SIZES["vocab_size"] - 1, generator=generator)[:length] for _ in range(rows)]
     return torch.stack(draws)

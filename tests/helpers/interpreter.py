@@ -165,8 +165,8 @@ def _leave_shapes_to_numpy() -> None:
     """Let numpy broadcast operands instead of expanding them first.
 
     This patch covers four pairs of operands: two tensors of one type, a tensor and a number, a pointer and an offset,
-    and an int32 and an int64 tensor. An operand's declared type gets the result's shape. Its numpy array is not
-    expanded, because numpy broadcasts the array. Triton handles all other operands.
+    and an int32 and an int64 tensor. Each operand is declared with the result's shape. The operand's numpy array is not
+    expanded, because numpy broadcasts it. Triton handles all other operands.
     """
     semantic = type(interpreter.interpreter_semantic)
     check = semantic.binary_op_type_checking_impl

@@ -16,7 +16,7 @@ For each layout the script computes how far the loss, KL and gradient norm of ea
 layout passes if no deviation exceeds FACTOR times the largest deviation of the other one-rank runs (see `allowed`).
 
 First, the ranks divide the one-rank runs among themselves. Then all ranks join one process group and train one layout
-after another. If a layout needs fewer ranks, the remaining ranks are data parallel. `make layouts-gpu` sets
+after another. Ranks that a layout does not need add data parallelism. `make layouts-gpu` sets
 CUDA_DEVICE_MAX_CONNECTIONS to the value for training with tensor parallelism
 (gsa_train/distributed/cuda_connections.py).
 """
@@ -207,10 +207,10 @@ def deviations(series: Series, expected: Series, metric: str) -> list[float]:
 
 
 def allowed(spread: Sequence[Sequence[float]], steps: int) -> list[float]:
-    """For each step, return the allowed deviation from the reference run. It is FACTOR times the largest deviation of
-    the other one-rank runs, and at least FLOOR. The largest deviation is taken over three groups of steps: this step,
-    the earlier steps of its phase, and the first SETTLED_STEPS steps of every phase. The third group counts because
-    rounding has similar effects at the start of all phases. `steps` is the length of a phase."""
+    """Return each step's allowed deviation from the reference run: FACTOR times the largest deviation of the other
+    one-rank runs, and at least FLOOR. The largest deviation is taken over three groups of steps: this step, the earlier
+    steps of its phase, and the first SETTLED_STEPS steps of every phase. The third group is included because rounding
+    has similar effects at the start of all phases. `steps` is the length of a phase."""
     furthest = [max(each) for each in zip(*spread, strict=True)]
     starts = range(0, len(furthest), steps)
     rounding = max(max(furthest[start : start + min(SETTLED_STEPS, steps)]) for start in starts)

@@ -1,10 +1,10 @@
 """Traces the device memory of a training step without a device: `memory_trace.py CASES.json OUT.json` writes bytes.
 
 The step runs on tensors without contents (FakeTensorMode), in a process group that sends nothing. Therefore a CPU can
-trace a model of any size, and any rank of any layout. It can also trace one layer's key selection alone, for some
-queries. The traced code is the code that runs on a GPU, with two exceptions: fused kernels are not launched, and
-`_as_on_a_gpu` replaces what differs between GPUs and CPUs. The memory is the sum of all live storages, each rounded
-up to the CUDA allocator's 512-byte blocks.
+trace a model of any size, and any rank of any layout. It can also trace one layer's key selection for some queries. The
+traced code is the code that runs on a GPU, with two exceptions: fused kernels are not launched, and `_as_on_a_gpu`
+replaces what differs between GPUs and CPUs. The reported bytes are the sum of all live storages, each rounded up to the
+CUDA allocator's 512-byte blocks.
 """
 
 from __future__ import annotations

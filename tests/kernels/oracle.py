@@ -219,9 +219,9 @@ def _rotate(x: torch.Tensor, position: int, o: LayerOptions) -> torch.Tensor:
 def _rate(i: int, channels: int, o: LayerOptions) -> float:
     """Return the rotation rate (angle per position) of the i-th channel pair.
 
-    YaRN computes the index of the pair that makes `beta_fast` turns over the original length, and rounds the index
-    down. It does the same for `beta_slow`, but rounds up. Between these two pairs, the ratio of the returned rate to
-    the original rate falls linearly from 1 to 1 / `factor`.
+    YaRN computes the index of the pair that rotates `beta_fast` times over the original length, and rounds the index
+    down. The index for `beta_slow` is rounded up. Between these two pairs, the ratio of the returned rate to the
+    original rate falls linearly from 1 to 1 / `factor`.
     """
     rate: float = o.rope_base ** (-2 * i / channels)
     if o.yarn is None:

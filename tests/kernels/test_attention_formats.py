@@ -43,8 +43,8 @@ def assert_equal(results, wanted):
 
 @every_format
 def test_strides_do_not_matter(device, form):
-    """Tensors in the order [L, B, ...], slices of a fused projection and an expanded gradient give the same bits as
-    contiguous tensors."""
+    """An expanded gradient and inputs sliced from a fused projection [L, B, ...] give the same bits as contiguous
+    tensors."""
     torch.manual_seed(5)
     batch, length = 2, 50
     mask = make_mask(form, batch, length, device)

@@ -151,8 +151,8 @@ def test_default_parts(programs: int, rows: int, splits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_that_read_settled_keys_ahead(device: str, dtype: torch.dtype) -> None:
-    """The sequences cover a newest key at the start or end of a chunk, a short sequence, and a single key. One slot of
-    the batch is unused. The step must call the function passed as `beside`."""
+    """The batch has sequences whose newest key starts or ends a chunk, a short sequence, a sequence of one key, and an
+    unused slot. The step must call the function passed as `beside`."""
     lengths = [257, 256, 300, 12, 1, 0]
     case = make_case(device, lengths, 300, indexer=(3, 24), biases=True, gate=True, dtype=dtype)
     launched: list[int] = []

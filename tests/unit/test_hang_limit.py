@@ -1,5 +1,5 @@
-"""Tests how long a rank may show no progress. In a step, the limit follows from the times of earlier steps. Outside
-steps, the limit is longer."""
+"""Tests how long a rank may go without progress. During a step, the limit follows from the times of earlier steps.
+Outside steps, the limit is longer."""
 
 import os
 import threading

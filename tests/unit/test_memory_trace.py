@@ -1,7 +1,7 @@
 """Compares the memory that a dry run estimates with the traced memory of a step.
 
-Layer sizes, vocabulary and lengths come from the shipped configs, because weights and activations take
-other shares of a small model's memory. The models have few layers, so memory outside the layers is a large share.
+Most layer sizes, vocabularies and lengths come from the shipped configs, because a small model divides its memory
+differently between weights and activations. With few layers, memory outside the layers is a large share.
 """
 
 import json
