@@ -63,8 +63,8 @@ def test_strides_do_not_matter(device, form):
 
 @every_format
 def test_everything_is_written(device, form, monkeypatch):
-    """All buffers are filled with NaN or a large integer, which must not reach a result. Entries after the end of a key list
-    must not be read."""
+    """Buffers are filled with NaN or a large integer, which must not reach a result. Entries after the end of a key
+    list must not be read."""
     torch.manual_seed(6)
     inputs = make_inputs(2, 75, 4, 2, 32, torch.bfloat16, device)
     mask, grad = make_mask(form, 2, 75, device), torch.randn_like(inputs[0])
