@@ -96,7 +96,7 @@ def make_layer(batch: int, length: int, shape: Shape = LARGE) -> Layer:
 
 
 def in_pages(layer: Layer, size: int) -> Layer:
-    """Copy the caches to pages of `size` tokens, in random order. One row of a page has the key and the value of a
+    """Copy the caches to randomly ordered pages of `size` tokens. One row of a page has the key and the value of a
     token."""
     batch, length = layer.k.shape[:2]
     table = torch.randperm(batch * length // size, device="cuda").view(batch, -1)

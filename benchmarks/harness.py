@@ -127,8 +127,8 @@ def capture(run: Run) -> Run:
     """Capture `run` as a CUDA graph, which excludes the host's time, and return a function that replays it.
 
     `run` must do the same work on the same tensors each time, and must never wait for the device. The leaf tensors of
-    `run` must not be part of an earlier autograd graph. Otherwise, autograd computes their gradients on the stream of
-    that graph.
+    `run` must not be part of an earlier autograd graph that still exists. Otherwise, autograd computes their gradients
+    on the stream of that graph.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

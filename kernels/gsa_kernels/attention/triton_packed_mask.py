@@ -39,7 +39,7 @@ def _transpose_kernel(
     per key in `turned`.
 
     In block i (queries 32 i to 32 i + 31), word i + first_diagonal of each row contains the last query's own position.
-    Attention is causal, so later words of the block have no bits set and are not read.
+    Attention is causal, so later words of the block have no bits set and need not be read.
     """
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

@@ -38,7 +38,7 @@ def score_keys(
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
-    `decode_select` describes `indexer` and `cache`. If `chained`, kernels may overlap:
+    `decode_select` describes and has checked `indexer` and `cache`. If `chained`, kernels may overlap:
     - The next kernel may start before this kernel ends.
     - With `cache.in_chain`, this kernel starts early and then waits until the previous kernel ends.
     - With `cache.settled` too, this kernel loads all keys except the newest before it waits.

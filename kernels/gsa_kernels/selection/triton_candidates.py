@@ -32,9 +32,9 @@ class _Tile(NamedTuple):
 
 
 _TILE, _TILE_OF_8_HEADS = _Tile(32, 128, 3, 1), _Tile(64, 168, 1, 4)
-"""The second tile is for 5 to 8 heads of at most 64 in bf16, whose queries fill much shared memory: only one stage lets
-three programs share a multiprocessor. Products with more keys read less shared memory, and more spans load the queries
-less often."""
+"""The second tile is for 5 to 8 heads of at most 64 in bf16. The queries of 8 heads of 64 fill so much shared memory
+that only one stage lets three programs share a multiprocessor. Products with more keys read less shared memory, and
+more spans load the queries less often."""
 
 _TIED_SPANS = 8
 """Spans of keys per program in the kernel for tiles in which many scores equal the threshold. Such tiles are rare, and
@@ -63,7 +63,7 @@ class Candidates:
 
     sums: torch.Tensor
     """fp32 [B, R, P, 2]: sums of (score - centre) and of its square over the causal keys of each span of
-    `columns_per_program` keys. Spans before the documents of a tile's rows, or after the diagonal, are not written."""
+    `columns_per_program` keys. Spans before the documents of a tile's rows, or after the diagonal, may be unwritten."""
 
 
 def write_candidates(
