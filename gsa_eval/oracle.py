@@ -1,8 +1,8 @@
 """Measure how well a model retrieves if each query attends only to the keys that a perfect indexer selects.
 
 The perfect indexer selects the keys with the highest attention probabilities of the model itself. The result is an
-upper bound for a learned indexer. `Form` says how many neighbouring queries share a selection, and how many
-neighbouring keys are selected together.
+upper bound for a learned indexer of the same `Form`, which says how many neighbouring queries share a selection, and
+how many neighbouring keys are selected together.
 
 Shapes: H query heads, Hkv key-value heads, G = H / Hkv, D head size, L tokens, C queries of a chunk.
 """

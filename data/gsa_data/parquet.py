@@ -116,7 +116,7 @@ def _row_groups(file: Any, wanted: list[str], packed_bytes: int, arrow: Any) -> 
             raise TooLarge(too_large(packed_bytes))
         tables = []
         # No value is larger than its column, so this number of rows fits into memory. Use one thread, because a reader
-        # is a forked process, in which Arrow's thread pool would wait forever.
+        # may be a forked process, in which Arrow's thread pool would wait forever.
         rows_at_once = max(1, min(MOST_ROWS_AT_ONCE, most // max(1, group_bytes)))
         for batch in file.iter_batches(rows_at_once, [group], columns, use_threads=False):
             table = arrow.Table.from_batches([batch])

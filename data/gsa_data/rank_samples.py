@@ -202,8 +202,8 @@ def _obey_only(trainer: int, _worker_id: int) -> None:
     thread of the reader therefore ignores SIGTERM from other processes. The same thread checks whether the process
     `trainer` exists. The reader's parent is not checked, because with a fork server the parent is another process.
 
-    When the parent is gone, torch ends the reader's loop but not the reader process. Without this function, a reader
-    whose output pipe is full would hang.
+    When the parent is gone, torch ends only the reader's loop. Without this function, a reader whose output pipe is
+    full would hang.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

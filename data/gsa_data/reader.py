@@ -1,8 +1,8 @@
 """Define the interface of shard readers, which return the lines of one shard as tokens.
 
 There are three readers. TextReader tokenizes shards of text. ChatReader (chat.py) tokenizes conversations.
-IndexedReader (indexed.py) memory-maps datasets in megatron-core's format, which `prepare.py tokens` can write. All
-other code uses only the interface, and treats all readers alike.
+IndexedReader (indexed.py) memory-maps datasets in megatron-core's format, which `prepare.py tokens` can write. The
+lanes, the packing and the stream use only the interface.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 NO_SOURCE = "unknown"
 """The source of documents whose line names no source"""
 MAX_WEIGHT = 100.0
-"""The largest allowed weight. More than a few dozen repeats of a text teach nothing more (Muennighoff et al. 2023,
-arXiv 2305.16264)."""
+"""The largest allowed weight. The reader visits every slot, and more than a few dozen repeats of a text teach nothing
+more (Muennighoff et al. 2023, arXiv 2305.16264)."""
 
 NO_WEIGHTS: Mapping[str, float] = {}
 

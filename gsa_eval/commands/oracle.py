@@ -2,9 +2,9 @@
 
     python launch/oracle.py --hf DIR --haystack PLACE --lengths 4096,8192 --out FILE.json
 
-A decoder-only transformers model answers RULER's needle tasks. Each query attends only to the latest 64 keys and to the
-keys with the highest attention probabilities. --forms sets how many neighbouring queries share a selection, and how
-many neighbouring keys are selected together. Exit code 2 means incorrect usage, or an unreadable model or text.
+A transformers decoder with plain attention answers RULER's needle tasks. Each query attends only to the latest 64 keys
+and to the keys with the highest attention probabilities. --forms sets how many neighbouring queries share a selection,
+and how many neighbouring keys are selected together. Exit code 2 means incorrect usage, or an unreadable model or text.
 """
 
 from __future__ import annotations

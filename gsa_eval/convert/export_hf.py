@@ -237,7 +237,7 @@ def companions_of(checkpoint: Path) -> Companions:
 
 
 def warnings_of(hf_config: gsa_hf.GSAConfig, config: Config, state: RunState) -> list[str]:
-    """Returns a warning if the model was saved in a dense phase, because the exported attention is sparse."""
+    """Returns a warning if a model with sparse layers was saved in a dense phase."""
     said = []
     phase = config.phases[state.phase_index] if state.phase_index < len(config.phases) else None
     selects = set(hf_config.layer_types or ()) != {gsa_hf.DENSE_LAYER}

@@ -31,7 +31,7 @@ def import_hf(
     seq_len_tokens: int | None = None,
     tokenizer: TokenizerChoice | None = None,
 ) -> Config:
-    """Write `out`: a checkpoint with only weights, the tokenizer, its chat template, and a config.yaml for a run.
+    """Write `out`: a checkpoint with only weights, the tokenizer and its side files, and a config.yaml for a run.
 
     Args:
         folder: folder of a GSA model (`gsa_hf`) or of a dense model (`dense_models.ARCHITECTURES`).

@@ -105,8 +105,8 @@ def write_tokenizer(
     Args:
         max_length: tokens of a training sequence.
         companions: the chat template and the special tokens.
-        was_trained: whether the model was trained here. If so, the written tokenizer adds no start token to a
-            text, as in training.
+        was_trained: whether the model was trained here. If so, the written tokenizer adds no token to a text,
+            as in training.
 
     Raises:
         ValueError: AutoTokenizer encodes a probe text to other ids than training.

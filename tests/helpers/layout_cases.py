@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "train": {"z_loss_coeff": 0.1},
 }  # fmt: skip
 SELECTED: dict[str, dict[str, Any]] = {"model": {"vocab_size": 64, "init_std": 0.4}, "data": {"seed": 4}}
-"""Config in which every query selects only some of its causal keys. With this seed no two scores are nearly equal, so
+"""Config in which queries select only some of their causal keys. With this seed no two scores are nearly equal, so
 that rounding cannot change a selection. No token occurs twice in a sequence (`blocks`), and test_many_layouts measures
 margins.
 """

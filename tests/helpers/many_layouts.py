@@ -62,8 +62,8 @@ def blocks(step: int, config: Config) -> torch.Tensor:
     """Draw int32 [sequences, L + 1]: a global batch of documents of about max(12, L / 3) tokens.
 
     Documents cross the borders of context-parallel chunks. If the vocabulary is larger than a sequence, no token except
-    the EOS is drawn twice. In the first layer, a repeated token's keys would be equal, and rounding would decide which
-    key is selected.
+    the EOS repeats in a sequence. In the first layer, a repeated token's keys would be equal, and rounding would decide
+    which key is selected.
     """
     generator = torch.Generator().manual_seed(10_000 * config.data.seed + step)
     length, vocabulary = config.train.seq_len_tokens, config.model.vocab_size
