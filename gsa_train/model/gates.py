@@ -178,7 +178,7 @@ def split_gate_logits(logits: torch.Tensor, config: GSATransformerConfig) -> Gat
 def gate_statistics(
     logits: torch.Tensor, config: GSATransformerConfig, bins: tuple[torch.Tensor, torch.Tensor]
 ) -> Statistics:
-    """Measure how far G1 and G2 are open. The result is empty for unbounded activations, which are never open.
+    """Measure how far G1 and G2 are open. Empty for unbounded activations, which have no open or closed state.
 
     Args:
         logits: [T, B, local rows], detached.

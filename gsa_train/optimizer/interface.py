@@ -30,8 +30,8 @@ class StatePart:
     """First element."""
     length: int
     tensors: dict[str, torch.Tensor]
-    """Flat fp32 tensors by name: those in `OptimizerKind.state_of` and, if the model's weight is not fp32,
-    MAIN_WEIGHT."""
+    """The optimizer's own flat fp32 tensors by name: those in `OptimizerKind.state_of` and, if the model's weight is
+    not fp32, MAIN_WEIGHT."""
 
     @property
     def in_parameter(self) -> slice:

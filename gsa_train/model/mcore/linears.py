@@ -25,7 +25,7 @@ class LinearLayers:
     row: type
     """Interface of megatron-core's RowParallelLinear: attention's output projection, second feed-forward layer."""
     in_fp8: bool = False
-    """SwiGLU then finds the largest magnitudes of its results."""
+    """SwiGLU then finds the largest magnitudes of its result and its input's gradient."""
 
 
 def megatron(train: TrainConfig) -> LinearLayers:

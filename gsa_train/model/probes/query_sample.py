@@ -67,7 +67,7 @@ def sample_queries(length: int, start: int, end: int, device: torch.device) -> Q
     """Sample the queries start .. end - 1 of a sequence. The host waits for the device.
 
     Pairs of neighbours, and groups of GROUP adjacent queries, lie inside this chunk. Incomplete groups are left out.
-    But if the whole sample has fewer than GROUP adjacent queries, it forms one smaller group.
+    But if this chunk's sample is fewer than GROUP adjacent queries, it forms one smaller group.
     """
     rows: list[int] = []
     neighbours: list[int] = []

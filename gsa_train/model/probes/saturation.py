@@ -1,7 +1,7 @@
 """Measure early signs of divergence: large attention logits, and indexer scores in flat regions of their activation.
 
 Logged steps score a few sampled queries (`QuerySample.sparse`) against all their causal keys. The results are the
-largest attention logit, and the share of keys where the indexer's activation has almost no slope.
+largest attention logit, and the share of keys where the indexer's activation has little or no slope.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ class LayerStats:
         Args:
             device_sums: fp64 [m] on the device, summed over the ranks.
             host_sums: numbers on the host, summed over the ranks.
-            host_maxima: numbers on the host, reduced to their maximum.
+            host_maxima: numbers on the host, maximized over the ranks.
             device_numbers: fp64 [n] on the device, equal on all ranks, copied to the host.
 
         Returns:

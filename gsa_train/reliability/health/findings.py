@@ -96,7 +96,7 @@ def nodes_of_bad_devices(findings: Sequence[Finding]) -> list[str]:
 def nodes_of_bad_links(findings: Sequence[Finding]) -> list[str]:
     """Returns the nodes at fault for bad links in the ring of ranks, or none if these would be all nodes. Each rank
     reports the link from the previous rank. If both links of a node are bad, that node is at fault and its neighbours
-    are not. If only one link is bad, both of its ends are named."""
+    are not. Both ends of an isolated bad link are named."""
     nodes = [each.node for each in findings]
     links = [{nodes[rank - 1], nodes[rank]} for rank, each in enumerate(findings) if each.faults]
     counts = Counter(node for link in links for node in link)

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from gsa_train.config import MonitorConfig
 
 RECENT_STEPS = 32
-"""Steps of the short median, which follows a falling loss. A spike changes this median only if it lasts for half of
+"""Steps of the short median, which follows a falling loss. It follows a spike only if the spike lasts for half of
 these steps."""
 LAGS_STEPS = (8, 32)
 """The noise is estimated from differences over these lags, and the larger estimate counts. Over 8 steps a trend adds
 little. The lag of 32 is needed because long documents make nearby batches similar."""
 TOGETHER = 2 / 3
-"""If loss and gradient norm rise in the same step, their limits are multiplied by this factor. A rise of only one of
-the two often has harmless causes, such as a rare document."""
+"""If loss and gradient norm rise in the same step, the limits for both rises are multiplied by this factor. A rise of
+only one of the two often has harmless causes, such as a rare document."""
 ALONE = 2.0
 """If the gradient is clipped, the limit for the rise of the norm's logarithm is multiplied by this factor. By default,
 a norm is then a spike above 16 times the usual norm. In recorded runs, text caused smaller norms. A wrong exponent bit
