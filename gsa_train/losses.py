@@ -105,7 +105,7 @@ def masked_loss(
 
 
 def loss_scale(count: int, loss_tokens: torch.Tensor, data_parallel_size: int) -> torch.Tensor:
-    """Return the factor that turns a micro-batch's summed loss into its share of the step's mean loss per scored token.
+    """Return the factor on a micro-batch's summed loss that makes the step's loss a mean over scored tokens.
 
     megatron-core's schedule divides the loss by the number of micro-batches (`count`), and multiplies it by the
     context-parallel size. The schedule also averages gradients over context- and data-parallel ranks. The factor

@@ -20,7 +20,7 @@ class StepPlan:
     trains: bool
     """Whether the step trains. If False, its batch is read and skipped."""
     left_out_through: int | None
-    """In the first of several consecutive skipped steps: the last of these steps, for the log. Otherwise None."""
+    """In the first of one or more consecutive skipped steps: the last of them, for the log. Otherwise None."""
     logs: bool
     """Whether to measure the attention and write a metrics record."""
     validates: bool

@@ -337,7 +337,7 @@ def prune(
     newest: Path,
     keep_every_steps: int = 0,
 ) -> list[str]:
-    """Delete all complete checkpoints up to step `newest` except the last `keep_last`. Returns failures.
+    """Delete all complete checkpoints up to `newest` except the last `keep_last`. Returns failures.
 
     Call this only while no save is running. Checkpoints newer than `newest`, which exist if a user has set `latest`
     back, are not deleted and do not count towards `keep_last`.

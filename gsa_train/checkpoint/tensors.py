@@ -51,7 +51,7 @@ class CheckpointTensors:
     """Reads the model's tensors in one checkpoint by their names on disk. Any layout may have written them.
 
     Raises:
-        ValueError: a file is missing or damaged, or its pickle names a function that no checkpoint needs.
+        ValueError: a file is missing or damaged, or asks for something that no checkpoint needs.
         FileNotFoundError: the folder does not exist.
     """
 

@@ -28,7 +28,7 @@ class CheckpointConfig:
     initial_weights: str = ""
     """Folder of a checkpoint, or of a run (for its newest checkpoint), with the weights for step 0. Learning-rate
     schedules start again, and by default also optimizer state and text (`initial_state`, `initial_text`). Sequence
-    length, rotary embedding, key budgets and phases may differ, and gates and indexer may be new. Empty: random
+    length, rotary base and scaling, key budgets and phases may differ, and gates and indexer may be new. Empty: random
     weights."""
     initial_text: Literal["fresh", "continue"] = "fresh"
     """With `initial_weights`, where the text begins. `continue`: where the checkpoint's run stopped reading. Text,

@@ -10,8 +10,8 @@ from typing import Literal
 class DataConfig:
     train_dir: str = "data/sample/train"
     """Folder, or fsspec address (s3://, gs://, hf://, ...), of the training data. All `*.jsonl`, `*.jsonl.zst`,
-    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. Megatron-core's `*.bin` and
-    `*.idx` (from `prepare.py tokens`) lie in the folder or in one sub-folder per source."""
+    `*.jsonl.gz` and `*.parquet` below it are read, or C4's `*.json.gz` if there are none. Instead, megatron-core's
+    `*.bin` and `*.idx` (as from `prepare.py tokens`) may lie in the folder or in one sub-folder per source."""
     validation_dir: str = "data/sample/validation"
     """Folder or address of the validation text, in the formats of `train_dir`. The set is named `validation`. Ignored
     if `validation_sets` is set."""
@@ -51,8 +51,8 @@ class DataConfig:
     packing_pool_documents: int = 128
     """Documents of each lane among which `best_fit` chooses. A resume reads them again. Fixed for a run."""
     attend_across_documents: bool = False
-    """False: attention, key selection and score variance use only keys of the query's document, and an EOS has no loss.
-    True: a sequence is one context."""
+    """False: attention, key selection and score variance use only keys of the query's document, and an EOS predicts
+    nothing. True: a sequence is one context."""
     num_workers: int = 0
     """Reader processes per data-parallel rank. 0: the training process reads."""
     prefetch_blocks: int = 64

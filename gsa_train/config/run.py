@@ -8,8 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class RunConfig:
     name: str = "run"
-    """Name of the run. Its folder is `<dir>/<name>`. A second start with this folder resumes from its newest
-    checkpoint."""
+    """Name of the run. Its folder is `<dir>/<name>`. A second start with this folder resumes from the checkpoint
+    that its `latest` names."""
     dir: str = "runs"
     """Folder that holds the run folders."""
     seed: int = 1234

@@ -86,8 +86,8 @@ class Sinks:
         self._phases = list(phases)
 
     def log(self, record: Record) -> None:
-        """Log to every sink and flush, so that a kill right after this call loses nothing. On a full disk, records of
-        metrics.jsonl wait, and records of TensorBoard are lost."""
+        """Log to every sink and flush, so that a kill right after this call loses nothing. If files cannot be written,
+        records of metrics.jsonl wait, and records of TensorBoard are lost."""
         news = self._metrics.write(record)
         for each in [record] if news is None else [record, news]:
             scalars = to_scalars(each)
