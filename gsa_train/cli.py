@@ -25,7 +25,7 @@ HEAD_START_SECONDS = 10.0
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Parse the arguments of `pretrain.py`. Wrong use prints the cause and exits with code 2.
+    """Parse the arguments of `pretrain.py`. Incorrect usage prints the cause and exits with code 2.
 
     `load_config` checks the overrides together with the file.
 

@@ -13,8 +13,8 @@ POLL_SECONDS = 0.5
 
 
 class OverLimit(BaseException):
-    """The `with` block used up its CPU time. This class is not derived from Exception, so that an `except Exception`
-    inside the block does not catch it."""
+    """Raised inside a `with` block that has used up its CPU time. It is a BaseException, so that handlers of Exception
+    in the block do not catch it."""
 
 
 class CpuLimit:

@@ -115,7 +115,7 @@ class AttentionOverChunks:
         variance: VarianceTracker,
         document_ids: torch.Tensor | None,
         attention_pass: AttentionPass,
-        overlap_with: Callable[[], None],
+        overlap_with: Callable[[], object],
     ) -> list[Selection]:
         """Compute each query's key budget k_t and selected keys S_t, chunk by chunk.
 

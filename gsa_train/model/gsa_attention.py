@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -177,12 +177,12 @@ class GSASelfAttention(MegatronModule):
             gathered = True
         elif self.head_gate is not None:
             gates = self.head_gate(hidden_states)
-        projections: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         with_grad = torch.is_grad_enabled()
 
-        def project() -> None:
+        @cache  # the selection calls this before the host waits; without a selection it is called below
+        def project() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
             with trace_span("attention"), torch.set_grad_enabled(with_grad):
-                projections.append(self._project(hidden_states, gates, rotary_pos_emb))
+                return self._project(hidden_states, gates, rotary_pos_emb)
 
         if gates is not None and attention_pass.measures:
             places = self.over_chunks.sampled_tokens(len(gates), attention_mask, attention_pass)
@@ -205,9 +205,7 @@ class GSASelfAttention(MegatronModule):
                         self.indexer, indexed, self.variance, attention_mask, attention_pass, project
                     )
             selections = self.runtime.shared_selection
-        if not projections:  # no selection, or one of an earlier layer
-            project()
-        ((q, k, v, output_gate),) = projections
+        q, k, v, output_gate = project()
         core_gates = has_paper_form(self.gsa)
         projected = Projected(q, k, v, output_gate if core_gates else None, attention_mask)
         if indexed is not None:

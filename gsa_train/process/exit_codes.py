@@ -3,7 +3,7 @@
 FAILED = 1
 """An error (including bad data) or a hang."""
 REFUSED = 2
-"""Wrong use, config or run folder, a refusal by W&B, or a checkpoint that does not fit: every start would fail."""
+"""Incorrect usage, config or run folder, refusal by W&B, or a checkpoint that does not fit: every start would fail."""
 SAVE_FAILED = 3
 """Saving failed, also in its retries."""
 STOPPED_BY_MONITOR = 13

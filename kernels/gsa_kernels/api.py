@@ -44,7 +44,7 @@ def select(
     implementation: Implementation,
     kernel: Kernel = "auto",
     with_log_sum: bool = False,
-    overlap_with: Callable[[], None] = lambda: None,
+    overlap_with: Callable[[], object] = lambda: None,
 ) -> Selection:
     """Select S_t: the k_t causal keys with the highest scores, and the last `local_window` keys.
 
@@ -62,8 +62,8 @@ def select(
             limits.PACKED_MASK_MAX_TOKENS keys. In between, the measured density of the selection decides.
         with_log_sum: also return `Selection.log_sum`, with which the indexer loss needs one pass less. This needs a
             packed mask.
-        overlap_with: called once, before the host waits for the device. It may launch other work, which then runs
-            while the host waits.
+        overlap_with: called once, before the host waits for the lists' length, if it does. It may launch other work,
+            which then runs while the host waits.
 
     Raises:
         ValueError: an argument is invalid or not supported; the message names the argument and the remedy.

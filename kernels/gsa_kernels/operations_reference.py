@@ -33,7 +33,7 @@ def select(
     geometry: Geometry,
     kernel: Kernel,
     with_log_sum: bool,
-    overlap_with: Callable[[], None],
+    overlap_with: Callable[[], object],
 ) -> Selection:
     overlap_with()
     num_keys, device = indexer.keys.shape[1], indexer.keys.device

@@ -31,7 +31,7 @@ def select(
     geometry: Geometry,
     kernel: limits.Kernel,
     with_log_sum: bool,
-    overlap_with: Callable[[], None],
+    overlap_with: Callable[[], object],
 ) -> Selection:
     num_keys = indexer.keys.shape[1]
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:

@@ -28,6 +28,7 @@ from api_cases import (
 
 import gsa_kernels
 from gsa_kernels import indexer_loss, limits, operations_triton, sparse_attention, types
+from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, Geometry, RowSample, Selection
 
@@ -174,6 +175,8 @@ def test_other_work_is_launched_once_for_each_format(
     implementation: types.Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, ema, calls = problem(Case()), torch.tensor(EMA, device=DEVICE), []
+    wait = CountedKeys.wait
+    monkeypatch.setattr(CountedKeys, "wait", lambda counted: calls.append("wait") or wait(counted))
 
     def chosen(kernel: limits.Kernel) -> Selection:
         how: dict[str, Any] = {"implementation": implementation, "overlap_with": lambda: calls.append(kernel)}
@@ -184,7 +187,8 @@ def test_other_work_is_launched_once_for_each_format(
     monkeypatch.setattr(limits, "PACKED_MASK_MAX_TOKENS", LENGTH - 1)
     chosen("auto")
     assert found == ["packed_mask", "key_lists", "packed_mask"]
-    assert calls == [*kernels, "auto"]
+    waits = ["wait"] if implementation == "triton" else []
+    assert calls == ["masked", "gathered", *waits, "auto", "auto", *waits]
 
 
 def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,9 +130,8 @@ def test_projections_launched_during_the_selection_count_as_attention() -> None:
         step_gradients(tiny_model(config, variance_ema=0.02), SPARSE, random_batches(config), config)
     on_host = host_events(profiler.events())
     assert "selection" in {event.name for event in on_host}
-    parts = set(
-        forward_parts_of(on_host).values()
-    )  # of operations with a gradient, which the selection has none of
+    # These are parts with differentiable operations. The selection has none of its own.
+    parts = set(forward_parts_of(on_host).values())
     assert {"attention", "indexer", "mlp"} <= parts
     assert "selection" not in parts
 

@@ -36,7 +36,7 @@ def select_key_lists(
     *,
     row_chunk_bytes: int = SELECTION_CHUNK_BYTES,
     candidates_from: int | None = CANDIDATES_FROM,
-    overlap_with: Callable[[], None] = lambda: None,
+    overlap_with: Callable[[], object] = lambda: None,
 ) -> Selection:
     """Return the selection of `select_keys`, bit for bit, as key lists of tiles of 32 queries.
 
@@ -100,7 +100,7 @@ def key_lists_from_packed_mask(
     packed_mask: torch.Tensor,
     length: int,
     query_start: int = 0,
-    overlap_with: Callable[[], None] = lambda: None,
+    overlap_with: Callable[[], object] = lambda: None,
 ) -> KeyLists:
     """Return the key lists of the same selection. The host waits for the device.
 
