@@ -35,7 +35,7 @@ from cases import AttentionInputs, Shape
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.fused.gates.op import fused_sigmoid_gate
-from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.key_lists.format import HostCounts, KeyLists
 from gsa_kernels.limits import TILE_QUERIES
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.loss.triton_launch import list_columns
@@ -121,8 +121,7 @@ def random_lists(length: int, k: int, ratio: float, seed: int) -> KeyLists:
         starts=starts[None],
         counts=counts.int()[None],
         length=length,
-        max_count=int(counts.max()),
-        host_counts=counts.cpu()[None],
+        host_counts=HostCounts(counts.cpu()[None]),
     )
 
 

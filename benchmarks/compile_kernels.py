@@ -34,7 +34,7 @@ from gsa_kernels.fused.sums.op import add_column_sums, add_total
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.fused.swiglu.weighted import fused_weighted_swiglu
 from gsa_kernels.indexer.split_op import fused_split_projection
-from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.key_lists.format import HostCounts, KeyLists
 from gsa_kernels.row_product.look_up import look_up
 from gsa_kernels.row_product.op import row_product
 from gsa_kernels.row_product.reference import Norm
@@ -105,7 +105,7 @@ def long_lists(rows: int, start: int) -> KeyLists:
     tiles, count = rows // limits.TILE_QUERIES, 4 * limits.SEGMENT_KEYS
     counts = torch.full((1, tiles), count, dtype=torch.int32)
     entries, starts = torch.zeros(tiles * count, dtype=torch.int32), torch.arange(tiles)[None] * count
-    return KeyLists(entries, entries, starts, counts, rows, count, start, counts)
+    return KeyLists(entries, entries, starts, counts, rows, HostCounts(counts), start)
 
 
 def run_fused(config: Config) -> None:

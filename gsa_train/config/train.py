@@ -195,17 +195,17 @@ def _of_operations(config: Config) -> Reasons:
 
 
 def _of_attention(config: Config) -> Reasons:
-    kernel, length = config.gsa.attention_kernel, config.train.seq_len_tokens
+    gsa, length = config.gsa, config.train.seq_len_tokens
     sparse = any(phase.attention == "sparse" and phase.train != "indexer" for phase in config.phases)
-    if config.gsa.attention == "dense" or not sparse:
+    if gsa.attention == "dense" or not sparse:
         return
     if length > limits.PACKED_MASK_MAX_TOKENS:
         wrong = f"of {length} tokens (train.seq_len_tokens) each query has key lists, whose length the host reads back"
         yield wrong, f"set train.seq_len_tokens to {limits.PACKED_MASK_MAX_TOKENS} or less"
-    elif kernel == "gathered" or (kernel == "auto" and length >= limits.MEASURED_FROM_TOKENS):
+    elif gsa.takes_key_lists(length):
         wrong = (
-            f"with gsa.attention_kernel = {kernel} and train.seq_len_tokens = {length} the host reads the length of "
-            "key lists back"
+            f"with gsa.attention_kernel = {gsa.attention_kernel}, train.seq_len_tokens = {length} and gsa.k_base = "
+            f"{gsa.k_base} the host reads the length of key lists back"
         )
         yield wrong, "set the first to masked"
 

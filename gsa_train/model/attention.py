@@ -7,7 +7,6 @@ q [B, L, n_h, d_k], k and v [B, L_k, n_kv, d_k].
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from gsa_data.pack import document_starts
 from gsa_kernels import api
-from gsa_kernels.limits import GATHERED_BELOW_DENSITY
 from gsa_kernels.types import BudgetRule, Geometry, Implementation, RowSample, Selection
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
@@ -35,8 +33,6 @@ from gsa_train.model.probes.query_sample import QuerySample
 from gsa_train.model.probes.saturation import saturation_statistics
 from gsa_train.model.runtime import AttentionRuntime
 from gsa_train.profiling.trace_spans import trace_span
-
-logger = logging.getLogger(__name__)
 
 
 class Projected(NamedTuple):
@@ -105,7 +101,6 @@ class AttentionOverChunks:
         self.largest_log_sums: torch.Tensor | None = None
         """fp32 [n_h]: each head's largest log-sum-exp in this step; None if the optimizer does not read it
         (`train.qk_clip`)."""
-        self._formats: dict[int, str] = {}
 
     @torch.no_grad()
     def select(
@@ -144,8 +139,6 @@ class AttentionOverChunks:
                 with_log_sum=fused and with_temperature,
                 overlap_with=overlap_with if chunk is chunks[-1] else lambda: None,
             )
-            if fused:
-                self._log_format(selection, chunk.start)
             if attention_pass.moves_averages:
                 variance.record(selection.variance)
             measured = self._measured(indexed.queries, chunk, document_ids, geometry, attention_pass)
@@ -154,18 +147,6 @@ class AttentionOverChunks:
                 self.runtime.stats.record(self.layer, statistics)
             selections.append(selection)
         return selections
-
-    def _log_format(self, selection: Selection, query_start: int) -> None:
-        """Log the attention kernel that these queries use, unless it is the kernel that was logged last."""
-        kernel = "gathered" if selection.format == "key_lists" else "masked"
-        if kernel == self._formats.get(query_start):
-            return
-        self._formats[query_start] = kernel
-        reason = f"gsa.attention_kernel = {self.gsa.attention_kernel}"
-        if selection.density is not None:
-            reason += f", union density {selection.density:.2f}, break-even {GATHERED_BELOW_DENSITY:.2f}"
-        queries = f", queries from {query_start}" if query_start > 0 else ""
-        logger.info("layer %d%s: %s attention (%s)", self.layer, queries, kernel, reason)
 
     def attend(
         self,

@@ -56,14 +56,13 @@ def select(
         indexer: queries [B, L, HI, DI]; all Lk keys
         variance_ema: fp32, 0-d: moving average of the layer's score variance before this step; 0 at the start
         kernel: the attention kernel that will read the selection. `masked` reads a packed mask. `gathered` reads key
-            lists (for each tile of queries, the keys that any of them selects), for which the host waits for the
-            device, because their length depends on the data. `auto` takes a packed mask with the reference. With
-            Triton, it takes a packed mask below limits.MEASURED_FROM_TOKENS keys and key lists above
-            limits.PACKED_MASK_MAX_TOKENS keys. In between, the measured density of the selection decides.
-        with_log_sum: also return `Selection.log_sum`, with which the indexer loss needs one pass less. This needs a
-            packed mask.
-        overlap_with: called once, before the host waits for the lists' length, if it does. It may launch other work,
-            which then runs while the host waits.
+            lists (for each tile of queries, the keys that any of them selects). Indexer loss and backward pass wait
+            until the host knows the lengths of the lists, which depend on the data. `auto` takes a packed mask with the
+            reference. With Triton, `limits.takes_key_lists` decides by sequence length and budget.
+        with_log_sum: also return `Selection.log_sum`, with which the indexer loss needs one pass less. With Triton, a
+            selection of key lists has no log-sum above limits.CANDIDATES_ABOVE_TOKENS keys.
+        overlap_with: called once. Above limits.PACKED_MASK_MAX_TOKENS keys, the host waits for the lengths of the lists
+            before it allocates them. Work that this function launches runs meanwhile.
 
     Raises:
         ValueError: an argument is invalid or not supported; the message names the argument and the remedy.

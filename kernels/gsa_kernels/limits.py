@@ -59,23 +59,21 @@ at a time."""
 
 PACKED_MASK_MAX_TOKENS = 32768
 """Longest sequence that is selected as a packed mask, which has a bit for each pair of tokens. Longer sequences are
-selected as key lists, so that memory does not grow with the square of the length."""
+selected as key lists in chunks of queries, so that memory does not grow with the square of the length."""
 
-MEASURED_FROM_TOKENS = 16384
-"""Shortest sequence for which `kernel="auto"` measures the density of a selection (GATHERED_BELOW_DENSITY) and takes
-the faster format. Shorter sequences always get the packed mask, because budgets of thousands of keys reach most of
-their tiles."""
-
-GATHERED_BELOW_DENSITY = 2 / 3
-"""Limit on the density (the number of keys in the key lists, divided by the number of causal keys). Below this density,
-attention over key lists is faster than attention under a packed mask (benchmarks/bench_long.py)."""
+GATHERED_FROM_TOKENS, GATHERED_BUDGETS = 8192, 8
+"""`kernel="auto"` selects key lists from this sequence length on, if the sequence has at least this many times the keys
+of a budget (k_base). The key lists of a trained indexer then have a density (listed keys divided by causal keys) below
+2/3, and attention over key lists is faster than under a packed mask (benchmarks/bench_step.py)."""
 
 Kernel = Literal["auto", "masked", "gathered"]
 
 
-def takes_key_lists(kernel: Kernel, seq_len_tokens: int) -> bool:
-    """Return whether a selection among `seq_len_tokens` keys always becomes key lists. If the result is False,
-    `kernel="auto"` may still choose key lists, depending on the measured density."""
+def takes_key_lists(kernel: Kernel, seq_len_tokens: int, k_base: int) -> bool:
+    """Return whether a selection among `seq_len_tokens` keys becomes key lists. Otherwise it becomes a packed mask."""
+    if kernel == "auto":
+        wide = seq_len_tokens >= GATHERED_BUDGETS * k_base
+        kernel = "gathered" if wide and seq_len_tokens >= GATHERED_FROM_TOKENS else "masked"
     return kernel == "gathered" or seq_len_tokens > PACKED_MASK_MAX_TOKENS
 
 
@@ -89,8 +87,9 @@ Only these rows can also return the log-sum that saves the indexer loss a pass o
 GROUP_KEYS = 8
 """Keys per group in rows above REGISTER_KEYS, which compare group maxima first (selection/triton_select_long.py)."""
 
-CANDIDATES_FROM = 8192
-"""Shortest rows that are selected by candidates if key lists are made (selection/candidates.py)."""
+CANDIDATES_ABOVE_TOKENS, CANDIDATES_FROM = 16384, 8192
+"""If key lists are made of longer sequences, rows from 8192 keys on are selected by candidates
+(selection/candidates.py). Such rows have no log-sum, so the indexer loss takes a pass over the keys more."""
 
 MOST_CANDIDATES = 16384
 """Largest number of candidates of one row, which stay in registers. `candidate_room` must not exceed it."""

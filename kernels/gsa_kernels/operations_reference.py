@@ -15,7 +15,7 @@ from gsa_kernels.decode.reference import decode_attention, decode_top_k
 from gsa_kernels.decode.state import LayerCache
 from gsa_kernels.fused.gates.reference import sigmoid_gate
 from gsa_kernels.indexer.reference import scores_of
-from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists, union_density
+from gsa_kernels.key_lists.format import key_lists_from_mask, mask_from_key_lists
 from gsa_kernels.limits import TILE_QUERIES, Kernel
 from gsa_kernels.loss.reference import indexer_kl, renormalise_target
 from gsa_kernels.packed_mask import pack_mask, unpack_mask
@@ -52,7 +52,7 @@ def select(
     if kernel != "gathered":
         return Selection(pack_mask(chosen), None, *statistics, log_sum=log_sum)
     lists = key_lists_from_mask(chosen)
-    return Selection(None, lists, *statistics, density=union_density(lists))
+    return Selection(None, lists, *statistics)
 
 
 def sparse_attention(

@@ -14,7 +14,6 @@ from gsa_kernels.attention.triton_gathered_probs import head_sum_probs_lists
 from gsa_kernels.attention.triton_probs import head_sum_probs_rows
 from gsa_kernels.decode.op import decode_step as decode_step
 from gsa_kernels.devices import launching_on
-from gsa_kernels.key_lists.format import union_density
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.loss.triton_launch import list_columns
 from gsa_kernels.sampling import SampledRows
@@ -35,21 +34,24 @@ def select(
 ) -> Selection:
     num_keys = indexer.keys.shape[1]
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:
-        listed = select_key_lists(indexer, rule, variance_ema, geometry, overlap_with=overlap_with)
-        assert listed.key_lists is not None
-        return replace(listed, density=union_density(listed.key_lists))
-    chosen = select_keys(indexer, rule, variance_ema, geometry, with_log_sum=with_log_sum)
-    measured = kernel == "auto" and num_keys >= limits.MEASURED_FROM_TOKENS
-    if kernel != "gathered" and not measured:
-        overlap_with()
+        return select_key_lists(indexer, rule, variance_ema, geometry, overlap_with=overlap_with)
+    listed = limits.takes_key_lists(kernel, num_keys, rule.k_base)
+    by_candidates = listed and num_keys > limits.CANDIDATES_ABOVE_TOKENS
+    chosen = select_keys(
+        indexer,
+        rule,
+        variance_ema,
+        geometry,
+        candidates_from=limits.CANDIDATES_FROM if by_candidates else None,
+        with_log_sum=with_log_sum and not by_candidates,
+    )
+    overlap_with()
+    if not listed:
         return chosen
     assert chosen.packed_mask is not None
     length = num_keys - geometry.query_start
-    lists = key_lists_from_packed_mask(chosen.packed_mask, length, geometry.query_start, overlap_with)
-    density = union_density(lists)
-    if kernel == "gathered" or density < limits.GATHERED_BELOW_DENSITY:
-        return Selection(None, lists, chosen.budget, chosen.variance, density, chosen.log_sum)
-    return replace(chosen, density=density)
+    lists = key_lists_from_packed_mask(chosen.packed_mask, length, geometry.query_start)
+    return replace(chosen, packed_mask=None, key_lists=lists)
 
 
 def indexer_loss(

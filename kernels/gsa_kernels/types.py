@@ -145,8 +145,6 @@ class Selection:
     """int32 [B, L]: k_t. The local window may add keys."""
     variance: torch.Tensor
     """[B, L], fp32 (fp64 for fp64 inputs): population variance of the query's scores over its causal keys."""
-    density: float | None = None
-    """Number of keys in the key lists divided by the number of causal keys of the tiles; None if not measured."""
     log_sum: torch.Tensor | None = None
     """fp32 [B, L]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
     request, up to PACKED_MASK_MAX_TOKENS keys."""
@@ -158,6 +156,12 @@ class Selection:
     @property
     def format(self) -> Literal["packed_mask", "key_lists"]:
         return "packed_mask" if self.packed_mask is not None else "key_lists"
+
+    @property
+    def density(self) -> float | None:
+        """Number of keys in the key lists divided by the number of causal keys of the tiles; None without lists. The
+        host may have to wait for the device."""
+        return None if self.key_lists is None else self.key_lists.density()
 
     def packed_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the packed mask of some queries, for statistics: int32 [B, S, ceil(Lk / 32)].

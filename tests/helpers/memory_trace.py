@@ -33,11 +33,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from gsa_kernels import operations_triton
 from gsa_kernels.attention import triton_backward_keys, triton_gathered_backward
 from gsa_kernels.fused.fp8.op import fused_magnitudes, fused_quantize
 from gsa_kernels.key_lists import triton_build
-from gsa_kernels.key_lists.format import union_density
+from gsa_kernels.key_lists.format import HostCounts
 from gsa_kernels.key_lists.triton_build import CountedKeys
 from gsa_kernels.key_lists.triton_reduce_keys import split_tiles
 from gsa_kernels.limits import MULTIPROCESSORS
@@ -145,10 +144,10 @@ def _longest_lists(most: int) -> Callable[..., CountedKeys]:
     def count(words: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
         counted = count_keys(words, rows, query_start)
         with unset_fake_temporarily():
-            ends = query_start + rows.start + 32 * torch.arange(1, counted.host_counts.shape[1] + 1)
+            ends = query_start + rows.start + 32 * torch.arange(1, counted.counts.shape[1] + 1)
             counts = ends.clamp(max=min(most, query_start + rows.stop)).int()
             counts = counts.expand(words.shape[0], -1)
-            return replace(counted, host_counts=counts.clone().as_subclass(_OnTheHost))
+            return replace(counted, host_counts=HostCounts(counts.clone().as_subclass(_OnTheHost)))
 
     return count
 
@@ -219,10 +218,10 @@ def _as_on_a_gpu(config: Config) -> Iterator[None]:
             (triton_gathered_backward, "count_multiprocessors", lambda device: MULTIPROCESSORS),
             (triton_backward_keys, "count_multiprocessors", lambda device: MULTIPROCESSORS),
             (loss_launch, "count_multiprocessors", lambda device: MULTIPROCESSORS),
-            (operations_triton, "union_density", _with_contents(union_density)),
             (triton_build, "copy_to_host", _no_counts),
             (lists_op, "copy_to_host", _no_counts),  # failed rows
             (lists_op, "count_keys", longest),
+            (triton_build, "count_keys", longest),
             (CudaRNGStatesTracker, "fork", lambda self, *args: nullcontext()),
             # Reductions are in place. Later work has more room and reads their results.
             (_ParamAndGradBucketGroup, "start_grad_sync", lambda *args, **kwargs: None),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from gsa_kernels.key_lists.format import KeyLists, key_lists_from_mask, mask_from_key_lists
+from gsa_kernels.key_lists.format import HostCounts, KeyLists, key_lists_from_mask, mask_from_key_lists
 
 
 def lists_of(mask: torch.Tensor) -> KeyLists:
@@ -24,8 +24,7 @@ def lists_of(mask: torch.Tensor) -> KeyLists:
         keys=keys,
         words=words,
         starts=lists.starts + gap * number.view_as(lists.starts),
-        max_count=lists.max_count + 5,
-        host_counts=lists.counts.cpu() + 2,
+        host_counts=HostCounts(lists.counts.cpu() + 2),
     )
     assert torch.equal(mask_from_key_lists(lists), mask)
     return lists

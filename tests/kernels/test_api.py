@@ -27,8 +27,8 @@ from api_cases import (
 )
 
 import gsa_kernels
-from gsa_kernels import indexer_loss, limits, operations_triton, sparse_attention, types
-from gsa_kernels.key_lists.triton_build import CountedKeys
+from gsa_kernels import indexer_loss, limits, sparse_attention, types
+from gsa_kernels.key_lists.format import HostCounts
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, Geometry, RowSample, Selection
 
@@ -141,33 +141,35 @@ def test_what_does_not_fit_is_refused() -> None:
             call()
 
 
-def test_formats_follow_length_and_density(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test checks the choice of `auto` at small lengths; a named kernel is used whatever the density."""
+def test_auto_chooses_by_length_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     given, case = problem(Case()), Case()
     short = select(case, given, "triton")
     assert (short.format, short.density) == ("packed_mask", None)
     mask = mask_of(short, LENGTH)
-    monkeypatch.setattr(operations_triton, "select_keys", lambda *given, **options: short)  # it takes long
     named = select(Case("gathered"), given, "triton")
     assert named.format == "key_lists"
     # This counts independently: keys that any query of a tile of 32 selects, over the causal keys of its last query.
     tiles = [mask[:, start : start + 32].any(1).sum().item() for start in range(0, LENGTH, 32)]
     assert named.density == pytest.approx(sum(tiles) / (BATCH * (32 + LENGTH)))
 
-    monkeypatch.setattr(limits, "MEASURED_FROM_TOKENS", LENGTH)
-    for bound, wanted in ((0.0, "packed_mask"), (1.1, "key_lists")):
-        monkeypatch.setattr(limits, "GATHERED_BELOW_DENSITY", bound)
-        found = select(case, given, "triton")
-        assert (found.format, found.density) == (wanted, named.density)
+    monkeypatch.setattr(limits, "GATHERED_FROM_TOKENS", LENGTH)
+    for budgets, wanted in ((LENGTH // RULE.k_base, "key_lists"), (LENGTH // RULE.k_base + 1, "packed_mask")):
+        monkeypatch.setattr(limits, "GATHERED_BUDGETS", budgets)
+        assert select(case, given, "triton").format == wanted
     assert select(Case("masked"), given, "triton").format == "packed_mask"
 
-    # A long sequence never has a bit for each pair.
-    monkeypatch.setattr(limits, "PACKED_MASK_MAX_TOKENS", LENGTH - 1)
-    monkeypatch.setattr(operations_triton, "select_keys", None)
-    ema = torch.tensor(EMA, device=DEVICE)
-    long = gsa_kernels.select(given.indexer, RULE, ema, given.geometry, implementation="triton")
-    assert (long.format, long.density) == ("key_lists", named.density)
-    assert torch.equal(mask_of(long, LENGTH), mask)
+
+@pytest.mark.parametrize("limit", ["CANDIDATES_ABOVE_TOKENS", "PACKED_MASK_MAX_TOKENS"])
+def test_lists_of_long_sequences_hold_the_same_selection(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, ema = problem(Case()), torch.tensor(EMA, device=DEVICE)
+    how: dict[str, Any] = {"implementation": "triton", "kernel": "gathered", "with_log_sum": True}
+    short = gsa_kernels.select(given.indexer, RULE, ema, given.geometry, **how)
+    monkeypatch.setattr(limits, limit, LENGTH - 1)
+    long = gsa_kernels.select(given.indexer, RULE, ema, given.geometry, **how)
+    assert short.log_sum is not None
+    assert (long.format, long.log_sum, long.density) == ("key_lists", None, short.density)
+    assert torch.equal(mask_of(long, LENGTH), mask_of(short, LENGTH))
+    assert torch.equal(long.budget, short.budget)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -175,8 +177,8 @@ def test_other_work_is_launched_once_for_each_format(
     implementation: types.Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, ema, calls = problem(Case()), torch.tensor(EMA, device=DEVICE), []
-    wait = CountedKeys.wait
-    monkeypatch.setattr(CountedKeys, "wait", lambda counted: calls.append("wait") or wait(counted))
+    read = HostCounts.read
+    monkeypatch.setattr(HostCounts, "read", lambda counts: calls.append("wait") or read(counts))
 
     def chosen(kernel: limits.Kernel) -> Selection:
         how: dict[str, Any] = {"implementation": implementation, "overlap_with": lambda: calls.append(kernel)}
@@ -184,11 +186,14 @@ def test_other_work_is_launched_once_for_each_format(
 
     kernels: list[limits.Kernel] = ["masked", "gathered", "auto"]
     found = [chosen(kernel).format for kernel in kernels]
+    assert found == ["packed_mask", "key_lists", "packed_mask"]
+    assert calls == ["masked", "gathered", "auto"]
     monkeypatch.setattr(limits, "PACKED_MASK_MAX_TOKENS", LENGTH - 1)
     chosen("auto")
-    assert found == ["packed_mask", "key_lists", "packed_mask"]
-    waits = ["wait"] if implementation == "triton" else []
-    assert calls == ["masked", "gathered", *waits, "auto", "auto", *waits]
+    if implementation == "triton":  # the host waits, but not before it has launched the other work
+        assert calls[3:5] == ["auto", "wait"]
+    else:
+        assert calls[3:] == ["auto"]
 
 
 def test_kernels_take_no_activation_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

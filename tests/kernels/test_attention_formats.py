@@ -11,7 +11,7 @@ from poison import poisoned
 from gsa_kernels.attention import triton_backward_keys
 from gsa_kernels.attention.gathered import gathered_attention
 from gsa_kernels.attention.op import masked_attention
-from gsa_kernels.key_lists.format import key_lists_from_mask
+from gsa_kernels.key_lists.format import HostCounts, key_lists_from_mask
 from gsa_kernels.packed_mask import pack_mask
 
 every_format = pytest.mark.parametrize("form", ["packed mask", "dense", "key lists"])
@@ -32,7 +32,8 @@ def attention(form, mask, junk=False):
     if junk:
         end = torch.full((200,), 2**30, dtype=torch.int32, device=mask.device)
         keys, words = torch.cat([lists.keys, end]), torch.cat([lists.words, end])
-        lists = dataclasses.replace(lists, keys=keys, words=words, max_count=100)
+        bounds = HostCounts(lists.counts.cpu() + 60)
+        lists = dataclasses.replace(lists, keys=keys, words=words, host_counts=bounds)
     return lambda q, k, v, gate: gathered_attention(q, k, v, lists, gate)
 
 

@@ -4,7 +4,6 @@ the expected results."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -26,7 +25,7 @@ from gsa_kernels.fused.split_rotate_gate.op import fused_split_rotate_gate
 from gsa_kernels.fused.swiglu.op import fused_swiglu
 from gsa_kernels.indexer.score_inputs import score_inputs
 from gsa_kernels.indexer.triton_scores import write_scores
-from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.key_lists.format import HostCounts, KeyLists
 from gsa_kernels.key_lists.triton_reduce_keys import KeyHits, TileRows, add_partials_by_key, find_key_hits
 from gsa_kernels.loss.op import Attended, Target, triton_indexer_loss
 from gsa_kernels.loss.triton_launch import list_columns
@@ -85,7 +84,7 @@ def last_list() -> KeyLists:
     keys[far:], words[far:] = KEYS, -1
     counts, starts = reserved(1, TILES, dtype=torch.int32), reserved(1, TILES, dtype=torch.int64)
     counts[0, -1], starts[0, -1] = len(KEYS), far
-    return KeyLists(keys=keys, words=words, starts=starts, counts=counts, length=LENGTH, max_count=len(KEYS))
+    return KeyLists(keys, words, starts, counts, LENGTH, HostCounts(counts.cpu()))
 
 
 @pytest.fixture(scope="module", params=["tokens first", "heads first"])
@@ -196,7 +195,7 @@ def test_rows_of_many_short_sequences() -> None:
 
 def test_sums_by_key() -> None:
     """The test compares sums of the first and the last key."""
-    lists = dataclasses.replace(last_list(), max_count=len(KEYS))
+    lists = last_list()
     zero = torch.zeros(1, dtype=torch.int64)
     rows = TileRows(TILES - 1, TILES, zero, zero.int(), len(KEYS))
     hits = find_key_hits(lists, rows)

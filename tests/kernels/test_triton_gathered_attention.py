@@ -22,7 +22,7 @@ from kernel_devices import CUDA
 
 from gsa_kernels.attention import triton_gathered_backward
 from gsa_kernels.attention.gathered import gathered_attention
-from gsa_kernels.key_lists.format import key_lists_from_mask
+from gsa_kernels.key_lists.format import HostCounts, key_lists_from_mask
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -249,7 +249,7 @@ def test_chunks_add_up(device):
     torch.manual_seed(8)
     inputs = make_inputs(2, 40, 1, 1, 32, torch.float32, device)
     lists = key_lists_from_mask(random_mask(2, 40, 0.5, device))
-    bounded = dataclasses.replace(lists, host_counts=lists.counts.cpu() + 3)
+    bounded = dataclasses.replace(lists, host_counts=HostCounts(lists.counts.cpu() + 3))
     grad = torch.randn_like(inputs[0])
     wanted = differentiated(attention(lists), inputs, grad)
     tile_bytes = lists.max_count * 2 * 32 * 4

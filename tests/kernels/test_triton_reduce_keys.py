@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_problems import random_mask
 
-from gsa_kernels.key_lists.format import key_lists_from_mask
+from gsa_kernels.key_lists.format import HostCounts, key_lists_from_mask
 from gsa_kernels.key_lists.triton_reduce_keys import TileRows, add_partials_by_key, find_key_hits, split_tiles
 
 
@@ -31,7 +31,7 @@ def test_ranges_of_tiles():
         assert all(each.num_rows <= rows for each in ranges if each.last > each.first + 1)
     assert len(split(total)) == 1
     # Ranges have multiples of three tiles if three fit.
-    lists = dataclasses.replace(lists, host_counts=torch.full((2, 7), lists.max_count))
+    lists = dataclasses.replace(lists, host_counts=HostCounts(torch.full((2, 7), lists.max_count)))
     assert [each.last - each.first for each in split_tiles(lists, 5 * lists.max_count, 3)] == [3, 3, 3, 5]
     assert [each.last - each.first for each in split_tiles(lists, 2 * lists.max_count, 3)] == [2] * 7
 

@@ -82,6 +82,10 @@ experts in every other layer, first stage of 2 | STANDARD 0/4 SPARSE |
 128K tokens, context 2, tensor 2, first stage of 2, warm-up | GSA_128K 2/8 WARM_UP |
     TWO_MICRO_BATCHES parallel.context=2 parallel.tensor=2 PP_2 model.num_layers=4
 64K tokens, first stage of 2 | GSA 0/2 SPARSE | LONG parallel.pipeline=2
+8K tokens, lists from packed masks | GSA 0/1 SPARSE |
+    train.seq_len_tokens=8192 train.micro_batch_size=1 train.global_batch_size=2
+32K tokens, lists from candidates | GSA 0/1 SPARSE |
+    train.seq_len_tokens=32768 train.micro_batch_size=1 train.global_batch_size=1
 """
 """Cases to trace. Columns: name; config, rank/ranks and phase; overrides, or names of lists of overrides. By default a
 model has two layers, and a step has two micro-batches."""

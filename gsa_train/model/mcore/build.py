@@ -80,6 +80,9 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     runtime = AttentionRuntime(LayerStats(*sizes))
     implementation = attention_implementation(config, parallel.device)
     logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
+    if implementation == "triton" and config.gsa.attention == "sparse":
+        kernel = "gathered" if config.gsa.takes_key_lists(config.train.seq_len_tokens) else "masked"
+        logger.info("sparse attention: %s (gsa.attention_kernel = %s)", kernel, config.gsa.attention_kernel)
     check_graphs_on(config, parallel.device, implementation)
     dense: str = implementation
     if implementation == "triton":

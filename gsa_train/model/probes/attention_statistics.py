@@ -31,8 +31,9 @@ def measure_selection(
     sample = queries.sample
     statistics = budget_statistics(selection.budget, selection.variance, queries)
     statistics.means["variance_ema"] = variance_ema.clone()  # a copy, because it changes after the step
-    if selection.density is not None:
-        statistics.means["union_density"] = torch.full((1,), selection.density, device=variance_ema.device)
+    density = selection.density
+    if density is not None:
+        statistics.means["union_density"] = torch.full((1,), density, device=variance_ema.device)
     if len(sample) == 0:
         return statistics
     mask, grouped = selection.packed_rows(sample.rows), len(sample.grouped) > 0

@@ -19,14 +19,17 @@ def selection_bytes(config: Config, sizes: Sizes) -> float:
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the temporary bytes of selecting: one row chunk's scores, fp32 [B, rows, Lw]. If key lists are made from
-    packed masks, two chunks' masks and the lists before they are joined are added."""
-    scores = min(4 * sizes.pairs_of_chunk, limits.SELECTION_CHUNK_BYTES)
+    """Returns the temporary bytes of selecting: one row chunk's scores, fp32 [B, rows, Lw]. Key
+    lists of up to PACKED_MASK_MAX_TOKENS tokens are made from a packed mask, which is added, together with the
+    candidates of one row chunk if there are any. `listing_bytes` covers longer sequences."""
+    scores, length = min(4 * sizes.pairs_of_chunk, limits.SELECTION_CHUNK_BYTES), config.train.seq_len_tokens
     if not gathers(config):
         return scores
+    if length <= limits.CANDIDATES_ABOVE_TOKENS:
+        return scores + sizes.pairs_of_chunk / 8
+    if length <= limits.PACKED_MASK_MAX_TOKENS:
+        return scores + limits.SELECTION_CHUNK_BYTES + sizes.pairs_of_chunk / 8
     lists = selection_bytes(config, sizes) / sizes.query_chunks
-    if config.train.seq_len_tokens <= limits.PACKED_MASK_MAX_TOKENS:
-        return scores + limits.SELECTION_CHUNK_BYTES / 16 + lists
     return max(
         listing_bytes(config, sizes, queries, lists) for rank in _chunks_of_ranks(config) for queries in rank
     )

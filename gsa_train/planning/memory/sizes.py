@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gsa_kernels.limits import takes_key_lists
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.config.gates import ON_HEADS, fuses_gates, gate_rows
 from gsa_train.config.kernel_checks import unsupported_by_kernels
@@ -144,4 +143,4 @@ def has_graph(config: Config, phase: PhaseConfig) -> bool:
 
 def gathers(config: Config) -> bool:
     """Whether attention runs over key lists instead of packed masks."""
-    return takes_key_lists(config.gsa.attention_kernel, config.train.seq_len_tokens)
+    return config.gsa.takes_key_lists(config.train.seq_len_tokens)

@@ -79,7 +79,6 @@ def check_key_lists(lists: KeyLists, q: torch.Tensor) -> None:
     batch, length = q.shape[:2]
     if lists.length != length:
         raise ValueError(f"lists are of {lists.length} tokens and q of {length}; pass lists of q's sequences")
-    check_at_least("lists.max_count", lists.max_count, 0)
     per_tile = (batch, -(-length // TILE_QUERIES))
     fields = {
         "keys": (lists.keys, torch.int32, (None,)),

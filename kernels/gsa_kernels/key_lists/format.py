@@ -5,6 +5,7 @@ and loss kernels use this format for long sequences, whose packed mask would tak
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -12,6 +13,27 @@ import torch
 from gsa_kernels.checks import check_at_least, check_mask
 from gsa_kernels.limits import TILE_QUERIES
 from gsa_kernels.packed_mask import int32_words
+
+
+@dataclass(frozen=True)
+class HostCounts:
+    """Holds the numbers of keys per tile on the host, to which the device may still be copying them."""
+
+    counts: torch.Tensor
+    """int32 [B, T]"""
+
+    copied: torch.cuda.Event | None = None
+    """Occurs when the copy is complete. None if it already is."""
+
+    def read(self) -> torch.Tensor:
+        """Wait for the copy, and return the counts."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.counts
+
+    @cached_property
+    def largest(self) -> int:
+        return int(self.read().max())
 
 
 @dataclass(frozen=True)
@@ -39,27 +61,29 @@ class KeyLists:
     length: int
     """L: queries of a sequence."""
 
-    max_count: int
-    """An upper bound on `counts` that the host knows, so that it can size buffers without waiting for the device."""
+    host_counts: HostCounts
+    """`counts`, or upper bounds on them, on the host, for the sizes of buffers. If the lists are of only a chunk of the
+    tiles, these are the counts of all tiles."""
 
     query_start: int = 0
     """Position of the first query. A key's number is its position."""
 
-    host_counts: torch.Tensor | None = None
-    """`counts`, or upper bounds on them, on the host, for the sizes of buffers. None if the lists are of only a chunk
-    of the tiles."""
+    @property
+    def max_count(self) -> int:
+        """Return an upper bound on `counts`. The host may have to wait for it."""
+        return self.host_counts.largest
 
     @property
     def num_keys(self) -> int:
         """Return Lk: the number of keys up to the last query."""
         return self.query_start + self.length
 
-
-def union_density(lists: KeyLists) -> float:
-    """Divide the entries of the lists by the entries that lists of all causal keys would have."""
-    batch, tiles = lists.counts.shape
-    ends = lists.query_start + (torch.arange(1, tiles + 1) * TILE_QUERIES).clamp(max=lists.length)
-    return lists.keys.numel() / (batch * int(ends.sum()))
+    def density(self) -> float:
+        """Divide the entries of the lists by the entries that lists of all causal keys would have. The host may have to
+        wait for the counts."""
+        batch, tiles = self.counts.shape
+        ends = self.query_start + (torch.arange(1, tiles + 1) * TILE_QUERIES).clamp(max=self.length)
+        return int(self.host_counts.read().sum()) / (batch * int(ends.sum()))
 
 
 def key_lists_from_mask(mask: torch.Tensor) -> KeyLists:
@@ -82,9 +106,8 @@ def key_lists_from_mask(mask: torch.Tensor) -> KeyLists:
         starts=starts,
         counts=counts,
         length=length,
-        max_count=int(counts.max()),
+        host_counts=HostCounts(counts.cpu()),
         query_start=num_keys - length,
-        host_counts=counts.cpu(),
     )
 
 

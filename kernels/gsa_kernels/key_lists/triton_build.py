@@ -1,8 +1,11 @@
 """Builds key lists from packed masks. The kernels transpose 32 by 32 bits and drop columns without a bit.
 
 The size of the lists depends on the data, so the host does not know it in advance. `count_keys` counts the keys on the
-device, and the host does not wait for the result. Later, `CountedKeys.wait()` waits until the host knows the counts.
-`fill_lists` then allocates the lists and fills them.
+device. There are two ways to allocate the lists:
+- `roomy_lists` gives each tile room for all its causal keys. The lists then take as much memory as the packed mask, and
+  the host does not wait.
+- `fill_lists` waits until the host knows the counts, and allocates exactly as much. For long sequences, this saves much
+  memory.
 """
 
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gsa_kernels.key_lists.format import KeyLists
+from gsa_kernels.key_lists.format import HostCounts, KeyLists
 from gsa_kernels.limits import TILE_QUERIES, ceil_div
 from gsa_kernels.selection.triton_search import count_bits
 
@@ -28,18 +31,13 @@ class CountedKeys:
     first_diagonal: int
     """Word i + first_diagonal of a row contains the position of the last query in tile i, or comes after it."""
 
-    counts: torch.Tensor
+    counts_of_pieces: torch.Tensor
     """int32 [B, tiles, pieces]"""
 
-    host_counts: torch.Tensor
-    """int32 [B, tiles], on the host once the event `done` has occurred."""
+    counts: torch.Tensor
+    """int32 [B, tiles]"""
 
-    done: torch.cuda.Event | None
-
-    def wait(self) -> "CountedKeys":
-        if self.done is not None:
-            self.done.synchronize()
-        return self
+    host_counts: HostCounts
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,11 @@ def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> 
     """
     batch, num_rows, num_words = packed_mask.shape
     tiles, pieces = ceil_div(num_rows, TILE_QUERIES), ceil_div(num_words, _WORDS)
-    counts = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=packed_mask.device)
+    of_pieces = torch.empty((batch, tiles, pieces), dtype=torch.int32, device=packed_mask.device)
     first_diagonal = rows.start // TILE_QUERIES + (query_start + TILE_QUERIES - 1) // TILE_QUERIES
     _count_kernel[(pieces, tiles, batch)](
         packed_mask,
-        counts,
+        of_pieces,
         first_diagonal,
         num_rows,
         num_words,
@@ -75,12 +73,12 @@ def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> 
         WORDS=_WORDS,
         num_warps=4,
     )
-    host_counts = copy_to_host(counts.sum(-1, dtype=torch.int32))
-    done = None
+    counts = of_pieces.sum(-1, dtype=torch.int32)
+    on_host, copied = copy_to_host(counts), None
     if packed_mask.is_cuda:
-        done = torch.cuda.Event()
-        done.record()
-    return CountedKeys(packed_mask, first_diagonal, counts, host_counts, done)
+        copied = torch.cuda.Event()
+        copied.record()
+    return CountedKeys(packed_mask, first_diagonal, of_pieces, counts, HostCounts(on_host, copied))
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,29 +94,54 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def roomy_lists(packed_mask: torch.Tensor, query_start: int = 0) -> KeyLists:
+    """Return the lists of whole sequences without waiting for their lengths. A tile has room for as many entries as it
+    has causal keys.
+
+    Args:
+        packed_mask: int32 [B, L, W]
+        query_start: position of query 0
+    """
+    batch, length, _ = packed_mask.shape
+    counted = count_keys(packed_mask, range(length), query_start)
+    device, tiles = packed_mask.device, counted.counts.shape[1]
+    # Tiles before the last one are full: tile i has query_start + (i + 1) * TILE_QUERIES causal keys.
+    tile = torch.arange(tiles, device=device)
+    starts = tile * query_start + tile * (tile + 1) * (TILE_QUERIES // 2)
+    room = (tiles - 1) * query_start + (tiles - 1) * tiles * (TILE_QUERIES // 2) + query_start + length
+    starts = starts + torch.arange(batch, device=device)[:, None] * room
+    before = counted.counts_of_pieces.cumsum(-1) - counted.counts_of_pieces
+    keys, words = _fill(counted, starts[..., None] + before, batch * room)
+    return KeyLists(keys, words, starts, counted.counts, length, counted.host_counts, query_start)
+
+
 def fill_lists(counted: CountedKeys) -> FilledLists:
-    """Enqueue the kernels that fill the lists, after the counts have reached the host."""
-    entries = int(counted.host_counts.sum())
-    packed_mask, counts = counted.packed_mask, counted.counts
-    batch, tiles, pieces = counts.shape
-    ends = counts.view(-1).cumsum(0, dtype=torch.int64).view(counts.shape)
-    starts = ends - counts
+    """Wait for the counts, and enqueue the kernels that fill the lists."""
+    host_counts, of_pieces = counted.host_counts.read(), counted.counts_of_pieces
+    ends = of_pieces.view(-1).cumsum(0, dtype=torch.int64).view(of_pieces.shape)
+    starts = ends - of_pieces
+    keys, words = _fill(counted, starts, int(host_counts.sum()))
+    return FilledLists(keys, words, starts[..., 0].contiguous(), counted.counts, host_counts)
+
+
+def _fill(counted: CountedKeys, starts: torch.Tensor, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and words, int32 [entries]. `starts` int64 [B, tiles, pieces] are the pieces' first entries."""
+    packed_mask = counted.packed_mask
+    batch, tiles, pieces = starts.shape
     keys = torch.empty(entries, dtype=torch.int32, device=packed_mask.device)
-    members = torch.empty(entries, dtype=torch.int32, device=packed_mask.device)
+    words = torch.empty_like(keys)
     _fill_kernel[(pieces, tiles, batch)](
         packed_mask,
         starts,
         keys,
-        members,
+        words,
         counted.first_diagonal,
         *packed_mask.shape[1:],
         QUERIES=TILE_QUERIES,
         WORDS=_WORDS,
         num_warps=4,
     )
-    tile_starts = starts[..., 0].contiguous()
-    tile_counts = (ends[..., -1] - tile_starts).to(torch.int32)
-    return FilledLists(keys, members, tile_starts, tile_counts, counted.host_counts)
+    return keys, words
 
 
 def join_lists(filled: list[FilledLists], length: int, query_start: int = 0) -> KeyLists:
@@ -127,16 +150,14 @@ def join_lists(filled: list[FilledLists], length: int, query_start: int = 0) -> 
     for tiles in filled:
         starts.append(tiles.starts + first)
         first += tiles.keys.numel()
-    host_counts = torch.cat([tiles.host_counts for tiles in filled], 1)
     return KeyLists(
         keys=torch.cat([tiles.keys for tiles in filled]),
         words=torch.cat([tiles.words for tiles in filled]),
         starts=torch.cat(starts, 1),
         counts=torch.cat([tiles.counts for tiles in filled], 1),
         length=length,
-        max_count=int(host_counts.max()),
+        host_counts=HostCounts(torch.cat([tiles.host_counts for tiles in filled], 1)),
         query_start=query_start,
-        host_counts=host_counts,
     )
 
 

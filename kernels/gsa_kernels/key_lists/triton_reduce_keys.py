@@ -58,14 +58,14 @@ class TileRows:
 
 def split_tiles(lists: KeyLists, max_rows: int, multiple: int = 1) -> list[TileRows]:
     """Split the tiles into ranges of at most `max_rows` partial rows. If one tile has more partial rows, it is a range
-    of its own. The numbers of partial rows come from `host_counts`, so the host does not wait for the device.
+    of its own. The numbers of partial rows come from `host_counts`.
 
     Args:
         multiple: a range has a multiple of this number of tiles, if `max_rows` allows
     """
-    assert lists.host_counts is not None
     num_tiles = lists.counts.numel()
-    sizes = lists.host_counts.flatten().long()
+    sizes = lists.host_counts.read().flatten().long()
+    assert len(sizes) == num_tiles, "lists of a chunk"
     ends = sizes.cumsum(0)
     starts, orders = ends - sizes, torch.empty(num_tiles, dtype=torch.int32)
     borders, first = [0], 0

@@ -284,7 +284,7 @@ def lists_of_chunk(lists: KeyLists, chunk: SampledRows) -> KeyLists:
         return lists
     index = slice(first, first + (tiles - 1) * chunk.every + 1, chunk.every)
     starts, counts = (x[:, index].contiguous() for x in (lists.starts, lists.counts))
-    return replace(lists, starts=starts, counts=counts, host_counts=None)
+    return replace(lists, starts=starts, counts=counts)
 
 
 def _launch(

@@ -18,6 +18,7 @@ from gsa_kernels.key_lists.triton_build import (
     count_keys,
     fill_lists,
     join_lists,
+    roomy_lists,
 )
 from gsa_kernels.limits import CANDIDATES_FROM, SELECTION_CHUNK_BYTES, ceil_div
 from gsa_kernels.selection.criteria import Outputs
@@ -81,10 +82,11 @@ class _Chunk:
 
     def fill(self) -> FilledLists:
         """Wait for the counts and return the lists, after selecting the rare rows that failed by candidates."""
-        counted = self.counted.wait()
+        counted = self.counted
+        counted.host_counts.read()
         if self.failed is not None and self.failed_on_host is not None and self.failed_on_host.any():
             self.selector.select_failed(self.rows, self.failed, self.outputs, self.failed_on_host)
-            counted = count_keys(counted.packed_mask, self.rows, self.selector.inputs.query_start).wait()
+            counted = count_keys(counted.packed_mask, self.rows, self.selector.inputs.query_start)
         return fill_lists(counted)
 
 
@@ -96,19 +98,13 @@ def _select_and_count(selector: Selector, rows: range, outputs: Outputs) -> _Chu
 
 
 @torch.no_grad()
-def key_lists_from_packed_mask(
-    packed_mask: torch.Tensor,
-    length: int,
-    query_start: int = 0,
-    overlap_with: Callable[[], object] = lambda: None,
-) -> KeyLists:
-    """Return the key lists of the same selection. The host waits for the device.
+def key_lists_from_packed_mask(packed_mask: torch.Tensor, length: int, query_start: int = 0) -> KeyLists:
+    """Return the key lists of the same selection, with room for all causal keys. The host does not wait.
 
     Args:
         packed_mask: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L
         length: L
         query_start: position of the first query
-        overlap_with: see `api.select`
     """
     check_at_least("length", length, 1)
     check_at_least("query_start", query_start, 0)
@@ -122,9 +118,7 @@ def key_lists_from_packed_mask(
             f"packed_mask is {packed_mask.dtype} {tuple(packed_mask.shape)}; pass int32 [B, {length}, {columns}]"
         )
     with launching_on(packed_mask, "packed_mask"):
-        counted = count_keys(packed_mask.contiguous(), range(length), query_start)
-        overlap_with()
-        return join_lists([fill_lists(counted.wait())], length, query_start)
+        return roomy_lists(packed_mask.contiguous(), query_start)
 
 
 def _mask_buffers(selector: Selector) -> list[torch.Tensor]:
