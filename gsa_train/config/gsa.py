@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Union
 
-from gsa_kernels import limits
 from gsa_train.config.parallel import chunk_in_words, undivided_chunk
 
 if TYPE_CHECKING:
@@ -85,15 +84,12 @@ class GSAConfig:
     attention_kernel: Literal["auto", "masked", "gathered"] = "auto"
     """Fused kernel for sparse attention. `masked` computes every tile of keys under a packed mask (one bit per key).
     `gathered` computes only keys that any of 32 neighbouring queries selects, from key lists. `auto`: `gathered` from
-    8192 tokens on if a sequence has at least 8 `k_base` tokens, and always above 32768 tokens; otherwise `masked`."""
+    8192 tokens on if a sequence has at least 8 `k_base` tokens and `train.cuda_graphs` is off, and always above 32768
+    tokens; otherwise `masked`."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
     """Kernel for dense attention without an indexer loss, if `attention_impl` chooses `triton`: our kernel (`triton`),
     torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The
     others may not be bit-reproducible. `auto` is `triton`."""
-
-    def takes_key_lists(self, seq_len_tokens: int) -> bool:
-        """Return whether the fused kernels read selections from key lists. Otherwise they read packed masks."""
-        return limits.takes_key_lists(self.attention_kernel, seq_len_tokens, self.k_base)
 
     @property
     def most_selected_keys(self) -> int:

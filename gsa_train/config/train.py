@@ -202,12 +202,11 @@ def _of_attention(config: Config) -> Reasons:
     if length > limits.PACKED_MASK_MAX_TOKENS:
         wrong = f"of {length} tokens (train.seq_len_tokens) each query has key lists, whose length the host reads back"
         yield wrong, f"set train.seq_len_tokens to {limits.PACKED_MASK_MAX_TOKENS} or less"
-    elif gsa.takes_key_lists(length):
-        wrong = (
-            f"with gsa.attention_kernel = {gsa.attention_kernel}, train.seq_len_tokens = {length} and gsa.k_base = "
-            f"{gsa.k_base} the host reads the length of key lists back"
+    elif gsa.attention_kernel == "gathered":
+        yield (
+            "with gsa.attention_kernel = gathered the host reads the length of key lists back",
+            "set that to auto",
         )
-        yield wrong, "set the first to masked"
 
 
 def _of_experts(config: Config) -> Reasons:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from gsa_data.pack import document_starts
 from gsa_kernels import api
+from gsa_kernels.limits import PACKED_MASK_MAX_TOKENS
 from gsa_kernels.types import BudgetRule, Geometry, Implementation, RowSample, Selection
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
@@ -87,6 +88,7 @@ class AttentionOverChunks:
         gsa: GSAConfig,
         implementation: Implementation,
         dense_attention: str,
+        captured: bool,
         cut: ContextSharding,
         tp_group: dist.ProcessGroup,
         cp_group: dist.ProcessGroup,
@@ -95,6 +97,7 @@ class AttentionOverChunks:
     ) -> None:
         self.gsa, self.runtime, self.layer = gsa, runtime, layer
         self.implementation = implementation
+        self.captured = captured
         self.dense = build_dense_attention(dense_attention) if implementation == "triton" else None
         self.cut, self.tp_group, self.cp_group = cut, tp_group, cp_group
         self.rule = BudgetRule(gsa.k_base, gsa.k_min, gsa.k_max, gsa.adaptive_k, gsa.dense_below)
@@ -128,14 +131,16 @@ class AttentionOverChunks:
         for chunk in chunks:
             applied = indexer.applied(indexed.of(chunk), with_temperature)
             geometry = self._geometry(document_ids, chunk)
-            fused = self.implementation == "triton"
+            fused, kernel = self.implementation == "triton", self.gsa.attention_kernel
+            if not fused or (self.captured and kernel == "auto" and chunk.end <= PACKED_MASK_MAX_TOKENS):
+                kernel = "masked"
             selection = api.select(
                 applied,
                 self.rule,
                 variance.ema,
                 geometry,
                 implementation=self.implementation,
-                kernel=self.gsa.attention_kernel if fused else "masked",
+                kernel=kernel,
                 with_log_sum=fused and with_temperature,
                 overlap_with=overlap_with if chunk is chunks[-1] else lambda: None,
             )

@@ -58,6 +58,8 @@ class AttentionContext:
     implementation: Implementation
     dense_attention: str
     """Which dense attention runs if the implementation is `triton` (dense_attention.py)."""
+    captured: bool
+    """Whether CUDA graphs capture passes. `gsa.attention_kernel=auto` then avoids key lists."""
     recompute_core: bool
     """Whether the backward pass recomputes attention from its projections, so that no L x L tensors are kept."""
     indexer_rotary: LocalRotaryEmbedding | None
@@ -146,6 +148,7 @@ class GSASelfAttention(MegatronModule):
             self.gsa,
             context.implementation,
             context.dense_attention,
+            context.captured,
             self.cut,
             pg_collection.tp,
             pg_collection.cp,

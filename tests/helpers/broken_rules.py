@@ -258,8 +258,7 @@ train.recompute=selective -> train.recompute = selective | ; set that to none
 train.fused_ops=none -> train.fused_ops = none | ; set that to auto
 gsa.attention_impl=reference -> gsa.attention_impl = reference | ; set that to auto
 logging.every_steps=1 -> logging.every_steps = 1 | ; set that to 2 or more
-train.seq_len_tokens=8192 -> gsa.attention_kernel = auto, train.seq_len_tokens = 8192 and gsa.k_base = 1024 | masked
-gsa.attention_kernel=gathered -> gsa.attention_kernel = gathered | masked
+gsa.attention_kernel=gathered -> gsa.attention_kernel = gathered | auto
 train.seq_len_tokens=65536 -> of 65536 tokens (train.seq_len_tokens) | set train.seq_len_tokens to 32768 or less
 EXPERTS ; moe.experts_impl=sequential -> moe.experts_impl = sequential | ; set that to grouped
 EXPERTS ; train.precision=fp32 -> train.precision = fp32 | ; set that precision to bf16

@@ -140,8 +140,8 @@ moe.capacity_factor=1.25 moe.z_loss_coeff=0 moe.routed_scale=2.5
 """
 ALLOWED_WITH_GRAPHS = """
 gsa.indexer_loss_row_fraction=0.25
-train.seq_len_tokens=8192 gsa.k_base=2048
-train.seq_len_tokens=16384 gsa.attention_kernel=masked
+train.seq_len_tokens=8192
+train.seq_len_tokens=32768
 parallel.optimizer_instances=2 gsa.attention=dense phases.0.train=all phases.1.attention=dense
 EXPERTS moe.shared_expert_ffn_hidden_size=64 moe.first_dense_layers=1
 EXPERTS moe.router_score=sigmoid moe.balancing=aux_free

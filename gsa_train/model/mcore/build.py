@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from gsa_kernels.types import Implementation
 from gsa_train.config import Config
 from gsa_train.config.gates import POSITIONS, fuses_gates
-from gsa_train.config.kernel_checks import unsupported_by_kernels
+from gsa_train.config.kernel_checks import attention_kernel, unsupported_by_kernels
 from gsa_train.config.load import chosen
 from gsa_train.config.moe import expert_layers
 from gsa_train.distributed.parallel import DeviceError, Parallel
@@ -81,7 +81,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     implementation = attention_implementation(config, parallel.device)
     logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
     if implementation == "triton" and config.gsa.attention == "sparse":
-        kernel = "gathered" if config.gsa.takes_key_lists(config.train.seq_len_tokens) else "masked"
+        kernel = attention_kernel(config)
         logger.info("sparse attention: %s (gsa.attention_kernel = %s)", kernel, config.gsa.attention_kernel)
     check_graphs_on(config, parallel.device, implementation)
     dense: str = implementation
@@ -95,6 +95,7 @@ def build_model(config: Config, parallel: Parallel) -> Model:
         runtime,
         implementation,
         dense,
+        config.train.cuda_graphs,
         config.train.recompute == "selective",
         indexer_rotary,
     )
