@@ -4,8 +4,8 @@
 
 The script compares the standard model (dense, no gates, no indexer) with GSA. The models have the sizes in
 configs/gsa_1.7b.yaml, in bf16, with random weights and cache contents. In all models,
-`gsa_hf.decoding.FusedDecoder` joins the projections of a layer, and a CUDA graph runs each step. If all models fit into
-memory together, they take turns.
+`gsa_hf.decoding.FusedDecoder` joins the projections of a layer, and a CUDA graph runs each step. If memory holds all
+models together, their runs alternate.
 
 - `standard` computes its matrix products with torch.compile, and its attention with the fastest of torch's SDPA
   backends. A static cache normally has empty slots, which a mask must exclude. Here random values fill all slots, so
@@ -220,8 +220,8 @@ def check(report: harness.Report, what: str, wanted: torch.Tensor, found: torch.
 def measure(
     report: harness.Report, batch: int, length: int, names: Sequence[str], arguments: argparse.Namespace
 ) -> None:
-    """Measure all models at one batch size and length. If all models fit into memory together, they take turns.
-    Otherwise they run one after another."""
+    """Measure all models at one batch size and length. If memory holds all models, their runs alternate. Otherwise
+    each model finishes before the next loads."""
     shapes, filled = arguments.shapes, length
     room, all_layers = filled + ROOM_TOKENS, shapes["model"]["num_layers"]
     configs = {name: model_config(name, all_layers, room, shapes) for name in names}
@@ -309,7 +309,7 @@ def read_bytes(decoder: FusedDecoder, batch: int, filled: int) -> float:
 
 
 def measure_prefill(report: harness.Report, length: int, arguments: argparse.Namespace) -> None:
-    """Prefill one sequence's cache by the model's forward pass. Dense layers use the kernels' dense attention."""
+    """Prefill one sequence's cache with the model's forward pass. Dense layers use the kernels' dense attention."""
     shapes = arguments.shapes
     layers = arguments.layers or shapes["model"]["num_layers"]
     for name in (STANDARD, GSA):

@@ -3,22 +3,22 @@
     python benchmarks/bench_long.py [--lengths 32768 131072] [--shapes 1.7B 7B] [--ratios 1 2 4 8]
     python benchmarks/bench_long.py --lengths 262144 524288 1048576 --shapes 1.7B
 
-The `torch cuDNN` and `torch flash` rows time dense causal attention of q, k and v. Other rows time GSA:
-- GSA token: each query selects about 2048 keys of its own. The selection (indexer scores, budget, top-k, key lists)
-  uses random indexer inputs that are similar for neighbouring queries. Attention with the gates G1 and G2 is timed
-  separately, on random key lists with a given union ratio r. forward_ms and both_ms (with backward) add the two times.
-- GSA token selected: attention reads the keys that the selection gave, and r is measured.
-- GSA ReLU selected: the recommended indexer (8 heads, ReLU, a window of 64 keys) selects 1024 keys, on random inputs.
+The `torch cuDNN` and `torch flash` rows measure dense causal attention. The other rows measure GSA on random inputs:
+- GSA token: each query selects about 2048 keys. The selection (indexer scores, budget, top-k, key lists) uses random
+  indexer inputs, which are similar for neighbouring queries. Gated attention is measured separately, on random key
+  lists with a given union ratio r. forward_ms and both_ms (with backward) are selection plus attention.
+- GSA token selected: attention uses the key lists from the selection, and r is measured.
+- GSA ReLU selected: the recommended ReLU indexer with 8 heads selects 1024 keys per query, plus a window of 64 keys.
 
 Further columns:
-- forward_reuse_ms: a quarter of the time of four layers that share one selection (gsa.selection_reuse)
-- kl_ms: the indexer loss with its gradients, which only both_kl_ms includes
-- mean_k: the mean budget of `selected` rows
-- peak_gib: the peak memory that forward and backward add to the inputs, including lists that they make
+- forward_reuse_ms: a quarter of the forward time of four layers that share one selection (gsa.selection_reuse)
+- kl_ms: the time of the indexer loss with its gradients; both_kl_ms is both_ms plus kl_ms
+- mean_k: the mean budget in `selected` rows
+- peak_gib: peak memory of forward and backward, with the key lists that they make, without the inputs
 
 The union ratio r is the number of keys that at least one of 32 neighbouring queries selects, divided by the number of
-keys that one query selects. Beyond 131072 tokens, dense attention takes minutes. There, the bench measures only cuDNN
-and the rows whose name ends with `selected`, in a single round.
+keys that one query selects. Beyond 131072 tokens, dense attention takes minutes, so the bench measures only cuDNN and
+the `selected` rows, in a single round.
 """
 
 import sys
@@ -96,10 +96,10 @@ def random_lists(length: int, k: int, ratio: float, seed: int) -> KeyLists:
     """Build random lists for a given union ratio, without a mask of all pairs. Every query selects k keys, and the
     queries of a tile together select ratio * k different keys.
 
-    Each tile of neighbouring queries has a list of n = ratio * k random causal keys of the tile's first query, or
-    all its causal keys if there are fewer. The ratio must be from 1 to the number of queries in a tile. Each query
-    selects k evenly spaced keys of the list, or the whole list if n <= k. The queries begin at different offsets in the
-    list, so that together they select all of its keys.
+    Each tile of neighbouring queries has a list of n random causal keys of the tile's first query, where n = ratio * k.
+    If this query has fewer causal keys, the list has all of them. The ratio must be from 1 to the number of queries in
+    a tile. Each query selects k evenly spaced keys of the list, or all keys of a shorter list. The queries begin at
+    different offsets, so that together they select the whole list.
     """
     tiles = -(-length // TILE_QUERIES)
     generator = torch.Generator(device=cases.DEVICE).manual_seed(seed)

@@ -3,15 +3,15 @@
     python benchmarks/bench_peers.py [--lengths 8192 32768 131072] [--keys 1024] [--only "FA4 bit mask" "fla NSA"]
 
 The shape is the 1.7B model's: 16 query heads, 4 KV heads of size 128, bf16, batch 1. Only `fla NSA` has another shape
-(one KV head). Each peer takes turns with our attention over key lists, run with the peer's shape and selection (columns
-ours_). A ratio is the peer's time divided by our time. Above 1, ours is faster.
+(one KV head). Each peer's runs alternate with runs of our key-list attention, which uses the peer's shape and
+selection (columns ours_). A ratio is the peer's time divided by our time. Above 1, ours is faster.
 
 Masks, block lists and key lists are made before the timed runs. `dense cuDNN` attends to all causal keys. `both` is
 forward and backward, without gates.
 
-The `cuDNN top-k` rows time cuDNN's exact top-k of given scores. Like our selection, cuDNN prefers the lower index among
-equal scores. The first row compares cuDNN with our selection from the same scores. The second row compares cuDNN's
-top-k alone with our scoring plus selection, because a layer needs both.
+The `cuDNN top-k` rows measure cuDNN's exact top-k of given scores. Like our selection, cuDNN prefers the lower index
+among equal scores. In the first row, our selection uses the same scores. In the second row, only our time includes
+computing scores and making key lists.
 
 Before timing, each peer and our attention must agree with plain torch at 4096 tokens. If a peer is missing, fails or is
 wrong, its row says so. Selections are random, but similar for neighbouring queries, as in a trained model.
@@ -58,7 +58,7 @@ def refuse_missing(package: str, module: str) -> None:
 
 
 def reference(inputs: AttentionInputs, mask: torch.Tensor) -> list[torch.Tensor]:
-    """Return output and gradients of q, k and v by plain torch in fp32.
+    """Return output and gradients of q, k and v with plain torch in fp32.
 
     Args:
         mask: bool [L, L]
@@ -162,7 +162,7 @@ def measure_peer(report: harness.Report, name: str, lengths: list[int], keys: in
 
 
 def time_peer(peer: Peer, length: int, keys: int) -> dict[str, float]:
-    """Time peer and ours in turns."""
+    """Time the peer and our attention alternately."""
     inputs = cases.attention_inputs(peer.shape, length)
     selected = peer.select(length, keys)
     run, own = peer.run(inputs, selected), peer_attention.ours(inputs, selected)

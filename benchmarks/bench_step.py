@@ -8,10 +8,10 @@ Each config runs its last phase on random tokens with initial weights, one docum
 overrides a field of one config. `baseline_1.7b` is standard_1.7b in plain torch (whole_steps/baseline.py).
 `baseline_float8_1.7b` needs torchao. The last default config trains its indexer on all queries.
 
-Because a device's clock changes with its temperature, each config alternates with the first config. A turn has three
-steps without logging. Step times are medians over turns. In each pair of turns, the config's time is divided by the
-first config's time. `ratio` is the median quotient, with its standard error. The table by part shows kernel times of
-one profiled step in ms per sequence. `idle` is the time without kernels.
+A turn is three steps of one config, without logging. Because a device's clock changes with its temperature, turns of
+each config alternate with turns of the first. `step_ms` is the median over turns. For each pair of turns, the config's
+time is divided by the first config's time. `ratio` is the median quotient, with its standard error. The table by part
+shows kernel times of one profiled step in ms per sequence. `idle` is the time without kernels.
 
 With --lengths (`make bench-step`), the bench measures standard models (cuDNN attention) and GSA models at several
 lengths (whole_steps/step_sweep.py). The models have few layers, but the full embedding and output layer. Each measured

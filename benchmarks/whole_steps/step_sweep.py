@@ -252,8 +252,8 @@ def whole_model(shallow: Mapping[str, Any], deep: Mapping[str, Any], layers: int
 
 
 def add_whole_models(report: harness.Report) -> None:
-    """For each whole model, add a row computed from rows of this device at this commit. Also record whether each target
-    in AIMS is met."""
+    """For each whole model, add a row computed from rows measured on this device at this commit. Record whether each
+    target in AIMS is met."""
     here = (report.environment["gpu"], report.environment["commit"])
     report.rows = [row for row in report.rows if "whole_ms" not in row or (row["gpu"], row["commit"]) != here]
     report.bars.clear()

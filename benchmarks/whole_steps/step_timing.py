@@ -1,4 +1,4 @@
-"""Measures a training step of one model, in turns with another model: time, memory, and the parts of the step."""
+"""Measures a model's training step: time, memory and parts. Steps of a second model can alternate with these steps."""
 
 import dataclasses
 import re

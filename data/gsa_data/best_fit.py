@@ -8,14 +8,14 @@ first. A block is filled in three steps:
 2. The block repeatedly takes the largest document that still fits. Among equally long documents, it takes the oldest.
 3. FILLER tokens fill the remaining space.
 
-If a document is longer than a block, whole blocks are cut from its start until the rest fits into a block. The last
+Documents longer than a block come first: whole blocks are cut from a document's start until the rest fits. The last
 token of each cut block is also the first token of the next part. Every token except the document's first is therefore
 predicted exactly once, in a block that also has the token before it. After an EOS, nothing is predicted
 (pack.loss_mask).
 
-Blocks take the oldest document first, so no document stays in the pool for long. A saved position therefore refers only
-to recently read documents. At the start of a run, the pool grows by one document per block. A pool that started full
-would fill the first blocks with long documents only.
+Step 1 takes the oldest document, so no document stays in the pool for long. A saved position therefore refers only to
+recently read documents. The pool starts small and grows by one document per block. Because step 2 prefers large
+documents, a pool that started full would fill the first blocks mostly with long documents.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class IndexedFolder:
 
 
 def datasets_in(folder: Path) -> list[Path]:
-    """Returns the datasets in a folder, without ending and sorted. Raises DataFault for a missing half or name."""
+    """Returns the datasets in a folder, sorted, without file endings. Raises DataFault for a missing half or name."""
     files = [path for path in folder.iterdir() if not path.is_dir()]
     for path in files:
         if path.name in INDEXED:
@@ -215,8 +215,8 @@ class IndexedReader:
         return self.folder.manifest
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """Open every parts-th line of a shard (see ShardReader.open). The first call for a shard checks the whole .idx
-        file. If `prepare.py tokens` made the shard, this call also verifies the shard's checksum."""
+        """Open the lines [part::parts] of a shard (see ShardReader.open). The first call for a shard checks the whole
+        .idx file. If `prepare.py tokens` made the shard, this call also verifies the shard's checksum."""
         path = (self.folder.root / relpath).with_suffix(".idx")
 
         def mapped(pulse: Pulse) -> tuple[Index, AnyTokens, int]:

@@ -19,9 +19,9 @@ AnyTokens = NDArray[np.integer[Any]]
 class Cursor(NamedTuple):
     """Points to token `token_offset` of a document in one lane (lanes.py).
 
-    A lane is one of the run's token streams. `unit` is an index into the lane's units (parts of shards) of the epoch.
-    (`document`, `copy`) is the place of the document in the unit (source_weights.py). Without source weights, `copy` is
-    0.
+    A lane is one of the run's token streams. `unit` is an index into the units (parts of shards) that the lane reads in
+    `epoch`. (`document`, `copy`) is the document's slot in the unit (source_weights.py). Without source weights,
+    documents have `copy` 0.
     """
 
     epoch: int

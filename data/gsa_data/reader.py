@@ -49,7 +49,7 @@ class ShardReader(Protocol):
         ...
 
     def open(self, relpath: str, part: int, parts: int, counters: Counter[str]) -> ShardLines:
-        """Open every parts-th line of a shard, starting at line `part`.
+        """Open the lines [part::parts] of a shard.
 
         `counters` counts the faults of the whole shard, even if only some of its lines are opened (see
         documents.read_documents). Raises DataFault for a bad shard that is not to be skipped.

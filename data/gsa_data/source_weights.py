@@ -17,8 +17,8 @@ which are read in order. Place j has one slot (j, c) for each copy number c:
 In general, slot (j, c) has document (j - v(c) * n) mod n, where v(c) is the van der Corput sequence. Copies of a
 document are therefore far apart, and each source's share is nearly constant along a unit.
 
-Slot (j, c) is skipped if the epoch reads its document at most c times. The slots do not depend on the weights, so a run
-may resume at any slot with other weights.
+Slot (j, c) is skipped if the epoch reads its document at most c times. The slots do not depend on the source weights,
+so a run may resume at any slot with changed source weights.
 """
 
 from __future__ import annotations
