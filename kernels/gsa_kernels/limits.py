@@ -109,8 +109,8 @@ def candidate_room(most_keys: int) -> int:
     """Return the number of candidates per row to reserve memory for, at the largest budget.
 
     Candidates are keys whose score reaches a threshold. `_guess_kernel` chooses the threshold such that at most
-    `sampled` keys of the sample reach it. Each sampled key stands for CANDIDATE_SAMPLE_STRIDE keys of the row. The
-    result covers the expected number of candidates plus three standard deviations: enough for 99.9% of rows.
+    `sampled` keys of the sample reach it. Each sampled key stands for CANDIDATE_SAMPLE_STRIDE keys. The returned
+    number is at least the expected number of candidates plus three standard deviations: enough for 99.9% of rows.
     """
     expected = most_keys / CANDIDATE_SAMPLE_STRIDE
     sampled = (expected + 5 * expected**0.5 + 3) * (1 + CANDIDATE_SLACK)

@@ -5,8 +5,8 @@ address that depends on the warp's coordinate along the axis. In Triton 3.6 and 
 computes wrong coordinates if an axis uses bits of the warp index that are not adjacent. Layouts of reshaped matrix
 products can be of this kind, depending on the GPU.
 
-For example, the first bit can belong to rows, the second to heads, and the third to rows again. In a sum over heads,
-all heads then have the same address. Only one head enters the sum. Old memory contents replace the other heads.
+For example, bits 0 and 2 of the warp index can select rows, and bit 1 heads. In a sum over heads, Triton wrongly
+stores all heads' partial sums at one address. The result contains only one of these sums, plus old memory contents.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _bases(body: str, part: str) -> list[list[int]]:
 
 
 def _resolve(layout: str, layouts: Mapping[str, Layout]) -> Layout | None:
-    """Return the linear layout, or the slice of a linear layout, with this name. Return None for other layouts, whose
-    sums are right because the bits of an axis are adjacent."""
+    """Return the linear layout, or the slice of a linear layout, with this name. Return None for other layouts. Triton
+    compiles their sums correctly, because each axis uses adjacent bits."""
     if sliced := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", layout):
         dim, parent = int(sliced.group(1)), _resolve(sliced.group(2), layouts)
         if parent is None:

@@ -44,9 +44,9 @@ def operators_at_once(members: dict[str, Call]) -> dict[str, Call]:
 
 
 def _at_once(name: str, operator: Any, whole: Call) -> Call:
-    """Return a fast version of one of Triton's operators for the usual operands, such as two tensors of one type, or a
-    tensor and a number. The result has the values and type of Triton's operator, `whole`. For all other operands,
-    `whole` is called."""
+    """Return a fast version of `whole`, one of Triton's operators. For common operands, such as two tensors of one type
+    or a tensor and a number, the result has the values and type that `whole` returns. For all other operands, the
+    fast version calls `whole`."""
     compares, reflected, adds = (
         operator in COMPARISONS,
         name in ("__radd__", "__rsub__", "__rmul__"),

@@ -16,9 +16,8 @@ For each layout the script computes how far the loss, KL and gradient norm of ea
 layout passes if no deviation exceeds FACTOR times the largest deviation of the other one-rank runs (see `allowed`).
 
 First, the ranks divide the one-rank runs among themselves. Then all ranks join one process group and train one layout
-after another. Ranks that a layout does not need add data parallelism. `make layouts-gpu` sets
-CUDA_DEVICE_MAX_CONNECTIONS to the value for training with tensor parallelism
-(gsa_train/distributed/cuda_connections.py).
+after another. If a layout needs fewer ranks, the remaining ranks add data parallelism. `make layouts-gpu` sets
+CUDA_DEVICE_MAX_CONNECTIONS to the value for tensor parallelism (gsa_train/distributed/cuda_connections.py).
 """
 
 import argparse

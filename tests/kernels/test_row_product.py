@@ -147,8 +147,8 @@ def test_a_chain_reads_what_the_one_before_wrote(marked: None) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_weight_of_more_than_2_to_the_31_elements(batch, gated, monkeypatch):
-    """The weight has the size of an output layer. Only the first and the last program run, so most of the weight's
-    memory is never touched."""
+    """The weight has the size of an output layer. Only two programs run, the first and last, so most of the
+    weight's memory is never touched."""
     columns, count = 64, 2**31 // 64 + 32
     run_corners(monkeypatch)
     rows = 2 * count if gated else count

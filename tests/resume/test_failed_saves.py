@@ -1,5 +1,5 @@
-"""Tests failing checkpoint saves: the files of one rank cannot grow. The run reports each failed save, tries again, and
-stops after too many failures in a row. Failed saves do not change training."""
+"""Tests checkpoint saves that fail, mostly because one rank's files cannot grow. The run reports failed saves, tries
+again, and stops after too many failures in a row. Failed saves do not change training."""
 
 import re
 from dataclasses import dataclass

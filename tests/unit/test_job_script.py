@@ -88,9 +88,9 @@ def test_a_job_comes_back_where_that_helps(job, srun, state, code, requeued):
 
 @pytest.mark.parametrize("code", [13, 75])
 def test_the_stop_that_a_submission_goes_on_from_is_not_its_own(job: Job, code: int) -> None:
-    """After a stop by the monitor, monitor_stop.json remains until a later start opens the run folder. If that start
-    ends before then, the job ignores the old file. The job can then be requeued, unless the exit code is 13 (monitor
-    stop)."""
+    """After a stop by the monitor, monitor_stop.json remains until a later start opens the run folder. If the start
+    ends before it opens the folder, the old file does not prevent a requeue. Exit code 13 (monitor stop) does
+    prevent it."""
     (job.run_dir / "monitor_stop.json").touch()
     assert job.start(SAVE + END.format(code) + "exit 1").wait(60) == (13 if code == 13 else 1)
     assert job.requeued is (code != 13)

@@ -49,9 +49,9 @@ def test_only_what_the_same_job_began_is_restarted(opened_by, variables, expecte
 
 @pytest.mark.parametrize("started", [(90.0, 120.0), (120.0, 90.0), (110.0, 120.0)])
 def test_jobs_of_one_name_are_told_by_their_launchers(started, tmp_path, environment):
-    """Without --rdzv-id, jobs that run torchrun on several nodes have no distinct ids, so start times must identify a
-    job. In this test, a job opened the run folder at second 100. A later start belongs to the same job if its torchrun
-    began before second 100 on any node."""
+    """Without --rdzv-id, all multi-node torchrun jobs have the same id, so start times must distinguish the jobs. In
+    this test, a job opens the run folder at second 100. The next start is a restart of this job only if torchrun began
+    before second 100 on at least one node."""
     single_rank()
     for name, value in NAMELESS.items():
         environment.setenv(name, value)

@@ -288,7 +288,7 @@ def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("loss", "action"), [(math.nan, "log"), (9.0, "stop")])
 def test_a_stop_saves_nothing_after_a_step_that_is_not_healthy(tmp_path, monkeypatch, loss, action):
-    """The loss of step 1 is NaN or a spike, and is not logged. Therefore only the check before a stop sees it."""
+    """Step 1's loss is NaN or a spike. The step is not logged, so the monitor reads this loss only before the stop."""
     spikes = finite = math.isfinite(loss)
     row = torch.tensor([loss, 0.5, 5.0, 2.0, spikes, False, finite, False])
     train_step, plan_step = trainer.train_step, trainer.plan_step

@@ -1,6 +1,5 @@
-"""Tests what a new run takes from `checkpoint.initial_weights`, and which checkpoints it refuses. If the checkpoint is
-from bf16 training, the new run begins with the checkpoint's fp32 weights. tests/distributed/test_many_layouts.py uses
-several ranks."""
+"""Tests what a new run takes from `checkpoint.initial_weights`, and which checkpoints the run refuses. If the
+checkpoint is from bf16 training, the new run begins with the checkpoint's fp32 weights."""
 
 import dataclasses
 import gc
@@ -216,8 +215,8 @@ def test_only_the_first_phase_begins_with_them(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_refused_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some errors are found only while weights are loaded, for example fp32 weights of another model. After such an
-    error no run folder remains. If a run folder cannot be created, the start reports this before it loads anything."""
+    """Some errors appear only during loading, for example if the checkpoint's fp32 and bf16 weights do not match. Such
+    an error leaves no run folder. If no run folder can be created, the start fails before building a model."""
     config = tiny_config([SPARSE], train=BF16, run={"dir": str(tmp_path / "runs"), "name": "new"})
     checkpoint, _, _ = saved_in_bf16(tmp_path, config, spoil=True)
     monkeypatch.setattr(train, "init_parallel", lambda *_: single_rank())

@@ -1,7 +1,7 @@
 """Defines decoding: one new query per sequence selects from a cache of keys and attends to the selected keys.
 
-The code calls the reference operations of prefill for one row. Cache entries from `lengths` on may hold anything,
-including NaN.
+The code calls reference prefill operations with one query row. Cache entries at positions >= `lengths` may hold
+anything, including NaN.
 """
 
 from dataclasses import asdict, dataclass, replace

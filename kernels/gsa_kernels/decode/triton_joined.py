@@ -178,8 +178,8 @@ def _pairs_of(
     and the sine in the table, and whether the pair rotates.
 
     All results are [TILE]. The first `channels` rows of a head rotate in pairs (i, i + channels / 2). The other n
-    rows do not rotate, and form pairs (i, i + n / 2). If values have gates, row i of the K value rows forms a pair with
-    its gate, row i + K.
+    rows form unrotated pairs (i, i + n / 2). If values have gates, the K value rows precede the K gate rows, and rows i
+    and i + K form a pair.
     """
     VALUES: tl.constexpr = Q + K
     GATES: tl.constexpr = VALUES + K + VALUE_GATE

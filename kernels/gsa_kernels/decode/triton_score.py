@@ -38,10 +38,10 @@ def score_keys(
 ) -> None:
     """Fill the workspace's scores, histogram and chunk_moments as far as each sequence's length.
 
-    `decode_select` describes and has checked `indexer` and `cache`. If `chained`, kernels may overlap:
+    `decode_select` describes and checks `indexer` and `cache`. If `chained`, kernels may overlap:
     - The next kernel may start before this kernel ends.
-    - With `cache.in_chain`, this kernel starts early and then waits until the previous kernel ends.
-    - With `cache.settled` too, this kernel loads all keys except the newest before it waits.
+    - With `cache.in_chain`, this kernel starts early and waits until the previous kernel ends.
+    - With `cache.settled` too, this kernel starts loading keys before it waits, except each sequence's newest key.
     """
     early = chained and cache.in_chain
     queries, keys, weight_logits = indexer.queries[:, 0], indexer.keys, indexer.head_weight_logits[:, 0]

@@ -79,7 +79,7 @@ class KeyLists:
         return self.query_start + self.length
 
     def density(self) -> float:
-        """Divide the entries of the lists by the entries that lists of all causal keys would have. The host may have to
+        """Return the number of list entries, divided by the number in lists of all causal keys. The host may have to
         wait for the counts."""
         batch, tiles = self.counts.shape
         ends = self.query_start + (torch.arange(1, tiles + 1) * TILE_QUERIES).clamp(max=self.length)

@@ -95,8 +95,8 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def roomy_lists(packed_mask: torch.Tensor, query_start: int = 0) -> KeyLists:
-    """Return the lists of whole sequences without waiting for their lengths. A tile has room for as many entries as it
-    has causal keys.
+    """Return key lists for whole sequences. The host does not wait for the counts, because each tile gets room for all
+    its causal keys.
 
     Args:
         packed_mask: int32 [B, L, W]

@@ -54,8 +54,8 @@ class LossWithGradients(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the tensors of an indexer (`tensors_of`), its activation and a function.
 
-        The function maps the indexer to three results: the sum of the KL, the KL of each row, and the gradients of the
-        tensors.
+        The function takes the indexer and returns the sum of the KL, the KL of each row, and the gradients of the
+        indexer's tensors.
         """
         *tensors, activation, calculate = arguments
         total, rows, gradients = calculate(indexer_of(tensors, activation))

@@ -5,8 +5,8 @@ bias b_j, and w + c is the logit of the head weight. There are three forms:
     SIGMOID      a = sigmoid(z)       weight = sigmoid(w + c)
     TANH         a = tanh(z / 2)      weight = sigmoid(w + c) / 2
     RELU         a = relu(z)          weight = w
-With TANH, each score of a row lacks the constant sum_j weight_j. This does not matter, because softmax, KL and
-gradients do not change if a constant is added to all scores of a row.
+A TANH score equals the SIGMOID score minus a constant of the row, sum_j sigmoid(w + c) / 2. The constant does
+not change the softmax, KL or gradients.
 """
 
 # mypy: disable-error-code="assignment"
@@ -63,7 +63,7 @@ def slope(a, KIND: tl.constexpr):
 def times_slope(g, product, a, KIND: tl.constexpr):
     """Compute g * da/dz. For ReLU, only the sign of `product` matters, so `a` need not be computed.
 
-    With ReLU, a NaN `product` gives g, which is NaN if the row attends to the key and 0 otherwise.
+    With ReLU, the result for a NaN `product` is g: NaN if the row attends to the key, else 0.
     """
     return tl.where(product <= 0, 0.0, g) if KIND == RELU else g * slope(a, KIND)
 

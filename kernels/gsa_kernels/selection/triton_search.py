@@ -65,8 +65,9 @@ def find_cut(keys, indices, num_valid, k, guess=None, lowest=None):
     left between the bounds.
 
     The search interpolates the next value from the counts at the two bounds. The value should replace the bound whose
-    count is further from k. For the lower bound, the search aims at a count slightly above k, for the upper bound below
-    k. If an interpolated value does not halve the entries between the bounds, the next value is the bounds' midpoint.
+    count is further from k. To replace the lower bound, the search aims at a count slightly above k; to replace the
+    upper bound, slightly below. If interpolation does not halve the entries between the bounds, the next value is the
+    bounds' midpoint.
 
     Args:
         keys: int32 of any shape, INT_MIN where there is no entry
