@@ -81,8 +81,8 @@ def _mfu(of_arm: Sequence[RunMetrics], device: str, mfu: float | None) -> tuple[
 
 
 def _share_done(each: RunMetrics) -> float:
-    """Return the share of the steps that are done. Steps after the last checkpoint count, too, although the next start
-    of the run may repeat them."""
+    """Return the share of the run's steps that are done, including steps after the last checkpoint. The next start may
+    repeat these steps."""
     return 1.0 if each.complete else (each.records[-1]["step"] / each.run.steps if each.records else 0.0)
 
 

@@ -82,9 +82,9 @@ def update_record(study: Study, out: Path) -> tuple[list[Path], list[str]]:
 
     Returns the record's files (none if no run is finished), and a line for each missing or removed run or metric.
 
-    A local run is left out if its records are cut off, or its config differs from the study's. If a recorded run has no
-    usable local run, it keeps its recorded values, and all runs are compared at the record's token count and training
-    time. A local run that ended before that point has no value.
+    Local runs with incomplete records or a changed config are left out. A recorded run without a usable local folder
+    keeps its recorded values. If there is such a run, all runs are compared at the recorded `equal_tokens` and
+    `equal_seconds`. A local run that ended earlier has no value there.
 
     Raises:
         ConfigError: a file of the record is damaged.

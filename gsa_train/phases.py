@@ -48,8 +48,8 @@ def in_batches(train: TrainConfig, phase_range: PhaseRange, step: int) -> tuple[
     """Return the arguments of `learning_rate`: the phase, and the number of the step in the phase.
 
     Without a batch ramp (`train.batch_ramp`), the phase is unchanged, and steps count from the phase's start. With a
-    ramp, the learning rate depends on the token count, and the phase's last step is the unit. A step with half as many
-    sequences counts as 0.5. The returned `steps`, `warmup_steps` and `decay_steps` use this unit.
+    ramp, the learning rate depends on the token count. A step with half the sequences of the phase's last step
+    therefore counts as 0.5. The returned `steps`, `warmup_steps` and `decay_steps` are counted this way.
 
     Args:
         step: number of earlier steps of the run.

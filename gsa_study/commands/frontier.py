@@ -2,9 +2,9 @@
 
     python -m gsa_study.commands.frontier
 
-Each mark is a selection method at one length. The x axis is the speed-up of a training step. The y axis is the needles
-found in a retrieval test, in percent of the dense model. Methods lacking either value are omitted. If a model was
-trained with the method, the method's other results are not drawn.
+Each mark is a selection method at one sequence length. The x axis is the speed-up of a training step. The y axis is the
+needles found in a retrieval test, in percent of the dense model. Methods lacking either value are omitted. If a model
+was trained with a method, only that model's retrieval is drawn.
 """
 
 from __future__ import annotations

@@ -164,11 +164,11 @@ class CheckpointSaver:
         return step == self.durable_step or (self._save is not None and self._save.state.step == step)
 
     def begin(self, state: RunState, model: Model, phase_optimizer: PhaseOptimizer) -> list[SaveResult]:
-        """Start a save of the current state. Returns a list of results of saves that ended before this call returns.
+        """Start a save of the current state. Returns the results of all ended saves that no earlier call returned.
 
         The call first waits for any save in progress. Without `checkpoint.async_save`, the call also waits for the new
         save. If the last allowed retry has failed, no save starts, because `check` will stop the run. If a rank's state
-        has NaN or infinite values, nothing is saved, and the list's last result has the error.
+        has NaN or infinite values, nothing is saved, and the last returned result has the error.
         """
         ended = self.ended(now=state.step, wait=True)
         if self.failures > self._config.save_retries:

@@ -94,8 +94,8 @@ RENAMED_VALUES = {("checkpoint.initial_text", "anew"): "fresh"}
 
 
 def any_value_loads(removed_field: str) -> bool:
-    """Return whether a checkpoint may have any value for the removed field. It may if the field's section does not
-    change the model."""
+    """Return whether a checkpoint may have any value for the removed field: True if the field is not in
+    MODEL_SECTIONS."""
     return removed_field.split(".")[0] not in MODEL_SECTIONS
 
 

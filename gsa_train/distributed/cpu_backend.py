@@ -1,7 +1,7 @@
 """Patch megatron-core so that it trains on CPUs over gloo. A run on GPUs never imports this file.
 
-megatron-core hard-codes "cuda" in its schedules, optimizer, random-number tracker and checkpoints. This table lists
-each replaced name and the code that uses it:
+megatron-core hard-codes "cuda" in its schedules, optimizer, random-number tracker and checkpoints. The left column
+lists what this module patches, the right column the code that uses it:
 
     torch.cuda.current_device()          used as `device=` everywhere
     device="cuda", Tensor.cuda()         schedules, optimizer, gradient clipping, checkpoints

@@ -43,10 +43,10 @@ def main_grads(optimizer: Any) -> list[torch.Tensor]:
 def replace_readers(
     reader: Callable[..., Any], planner: type, read_common: Callable[[Path], dict[str, Any]]
 ) -> None:
-    """Replace the readers that unpickle files.
+    """Replace megatron-core's functions that unpickle checkpoint files.
 
-    megatron-core 0.16 accepts the common file's reader as an argument (see `load_sharded`), but 0.19 does not. This
-    function replaces the other readers inside megatron-core's modules.
+    The common file (state that is not sharded) is an exception in megatron-core 0.16: `load_sharded` passes the file's
+    reader as an argument.
     """
     patched: Any = torch_strategies
     patched._get_filesystem_reader, patched.MCoreLoadPlanner = reader, planner

@@ -51,8 +51,8 @@ class Outage:
     def end(self, record: Mapping[str, Any], waited: int = 0) -> dict[str, Any] | None:
         """Note that the file has received `record`, after `waited` records that had to wait.
 
-        If an earlier write to the file has failed, returns an event for the other logs. If this event has the key
-        `lost_records`, the caller must also write the event to that file.
+        If an earlier write to this file failed, returns an event for the run's other logs. `MetricsFile` also appends
+        events with the key `lost_records` to its own file, to mark the gap.
         """
         if not self._lasts and not self._lost:
             return None

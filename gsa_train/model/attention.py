@@ -262,10 +262,10 @@ class AttentionOverChunks:
         loss: LossInputs,
         attention_pass: AttentionPass,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and a value for the log.
+        """Return the sum over queries t of KL(p_t || softmax(beta * I_t)), and the value to log.
 
-        I_t are the indexer scores of the attended keys, and beta is the inverse temperature. The log gets each query's
-        KL, [B, L]. If queries are sampled or sharded, the log gets the (estimated) sum of the KLs.
+        I_t are the indexer scores of the attended keys, and beta is the inverse temperature. The value to log is each
+        query's KL, [B, L], or the (estimated) sum of the KLs if queries are sampled or sharded.
 
         The target p_t is the mean attention probability over the heads of all tensor-parallel ranks. To compute p_t,
         the ranks all-gather queries, keys and log-sum-exps instead of the probabilities, which have L^2 elements.

@@ -66,8 +66,8 @@ def update_variance_emas(
     """Update the average V̄ <- decay * V̄ + (1 - decay) * the step's mean variance over all data-parallel ranks.
 
     Call this after each step that ran the indexers. To spare the host a wait, the device handles these cases:
-    - V̄ is 0, as in the first step: the mean becomes V̄.
-    - A layer's mean is not finite: this layer keeps its V̄.
+    - V̄ is 0, as in the first step: V̄ becomes the step's mean.
+    - A layer's mean is not finite: the layer keeps its V̄.
     - `applied` (0-d bool) is False, or `counted_rows` is 0: all layers keep their V̄.
 
     Args:

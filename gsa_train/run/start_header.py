@@ -1,4 +1,4 @@
-"""Build the console output of a start: a first line before torch is imported, and a header once everything is open."""
+"""Build the output at the start of training: a line before torch is imported, and a header after all logs are open."""
 
 from __future__ import annotations
 

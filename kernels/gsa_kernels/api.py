@@ -9,7 +9,7 @@ Inputs that are not finite:
 - If a query has a score of NaN, it selects k_base causal keys, but it is unspecified which.
 - If a selected key has a score of NaN, the KL of this query and the loss are NaN.
 - If an input is infinite, queries select the right number of causal keys, but nothing else is guaranteed.
-- The results of queries without non-finite values change in the last bits at most.
+- NaN or infinite scores of a query change other queries' results in the last bits at most.
 
 The results of a query (output, log-sum-exp, KL and gradients) depend only on the keys that the query selects. With a
 packed mask (one bit per query and key), this holds to the last bit. With key lists, a tile of limits.TILE_QUERIES

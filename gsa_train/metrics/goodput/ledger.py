@@ -34,8 +34,8 @@ kill."""
 def read_lines(folder: Path) -> list[Line]:
     """Read the lines of the run so far.
 
-    Damaged lines are skipped, with a warning. A later line of the process includes their time, because each line counts
-    from the beginning of its process.
+    Damaged lines are skipped, with a warning. Each line has the seconds since its process began, so the process's next
+    line covers a skipped line's time.
     """
     path = folder / FILE
     if not path.is_file():

@@ -84,8 +84,8 @@ class RunClock:
         self._spent = _Spent(seconds, self._spent.activity, now)
 
     def read(self, until: float | None = None) -> tuple[float, dict[str, float]]:
-        """Return a time and the seconds by activity up to this time. The time is `until` (None: now), but not earlier
-        than the start of the current activity. Any thread may call this method."""
+        """Return a Unix time, and the seconds spent on each activity until then. The time is `until` (None: now), or
+        the current activity's start if that is later. Any thread may call this method."""
         spent = self._spent
         moment = max(spent.since, self.now() if until is None else until)
         return moment, _until(spent, moment)

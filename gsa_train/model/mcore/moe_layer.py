@@ -109,8 +109,8 @@ class MixtureOfExperts(MegatronModule):
 
 
 def mixture_class(context: RouterContext, groups: ProcessGroupCollection, parts: MLPSubmodules) -> type:
-    """Return a layer class with bound arguments, for use in a spec. megatron-core would warn about unknown arguments in
-    a spec."""
+    """Return a layer class with bound arguments. A `ModuleSpec` with arguments would make megatron-core warn about an
+    unknown MLP type."""
 
     class Mixture(MixtureOfExperts):
         def __init__(self, config: GSATransformerConfig, **_: Any) -> None:

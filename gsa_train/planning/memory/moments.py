@@ -1,10 +1,10 @@
-"""List moments at which a step's memory may peak, with the memory each moment needs beyond what layers keep.
+"""List moments (points in time) at which a step's memory may peak, with each moment's bytes beyond kept activations.
 
-A moment is a point in time. Its bytes are added to what the stage's layers keep for micro-batches in flight. Kept
-tensors that are not allocated at this point are subtracted.
+estimate.py adds a moment's bytes to the activations that a stage's layers keep for micro-batches in flight. Activations
+that are freed already, or not made yet, are subtracted from the moment's bytes.
 
-Only moments of a stage's last layer are listed, because the layers keep less while an earlier layer runs. Projections,
-norms and sums are left out, because memory did not peak there in any trace.
+estimate.py only considers a stage's last dense layer and last mixture of experts, because fewer activations exist while
+earlier layers run. Projections, norms and sums are left out, because no memory trace peaked there.
 """
 
 from __future__ import annotations

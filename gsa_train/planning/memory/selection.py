@@ -63,13 +63,13 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
 def attending_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of the backward pass over a selection. sizes.py defines the symbols of the shapes.
 
-    Packed masks need the gradients of K and V (2 x [B, Lw, kv]), partial sums of these gradients, and the transposed
-    mask.
+    With a packed mask, the pass holds the gradients of K and V (2 x [B, Lw, kv]), their partial sums, and the
+    transposed mask.
 
-    Key lists need:
-    - partial gradients of K and V, [list entries, 2 d_k], at most GATHERED_GRADIENT_BYTES at once, for several
-      key-value heads, one head, or some tiles of one head;
-    - an index for each list entry;
+    With key lists, the pass holds:
+    - partial gradients of K and V, [list entries, 2 d_k], in portions of at most GATHERED_GRADIENT_BYTES (one or
+      more key-value heads, or some tiles of one head);
+    - an index for each list entry of a portion;
     - the sum of each key's partial gradients, fp32 [B, Lw, n_kv, 2 d_k];
     - partial gradients of Q (if several programs share a list) or final gradients of K and V, whichever are larger.
     """
