@@ -67,7 +67,7 @@ def is_right(completions: list[str], answer: list[int], **_: Any) -> list[float]
 
 
 def log_prob_changes(model: Any, tokenizer: Any, prompts: list[str], new: int = 64) -> dict[str, list[float]]:
-    """Generate `new` tokens after each prompt, and score them. Return a token's mean and largest change in
+    """Generate `new` tokens after each prompt, and score them. Return the mean and largest change in token
     log-probability between generation and scoring. For the entry `replayed`, scoring uses the keys that generation
     selected. For `not_replayed`, scoring selects keys again."""
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)

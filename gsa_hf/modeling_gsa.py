@@ -180,8 +180,8 @@ class GSAModel(GSAPreTrainedModel):
         past_key_values, cache (`Cache`, *optional*):
             Two names for one argument.
         output_indexer_loss (`bool`, *optional*):
-            If True, return the indexer loss with its graph; the caller adds it to the training loss. If unset in
-            training, backward through `last_hidden_state` includes `config.indexer_loss_coef` times the indexer loss.
+            If True, return the indexer loss with its graph, for the caller to add. By default, in training, backward
+            through `last_hidden_state` adds the gradient of `config.indexer_loss_coef` times the indexer loss.
         selections (`list[torch.BoolTensor]` of shape `(batch_size, sequence_length, keys)`, *optional*):
             For each layer with an indexer, the keys that each query attends to, in place of the indexer's choice. Keys
             that are not causal are ignored. If none of a query's keys is causal, the query keeps the indexer's choice.

@@ -49,9 +49,9 @@ def enters_at_once(layers: list[Any], batch: int) -> bool:
 
 
 def enter(h: torch.Tensor, layer: Any, sizes: Any, cache: Any, slot: torch.Tensor, rotary: Any) -> Any:
-    """Multiply h by the joined projections, apply the norms, the rotary embedding and gate G2, and write into the
-    cache, in two launches. If `rotary` is a table of all angles, launch nothing, and return a function. Each call of
-    the returned function does one part of the work, given by `part`, in one launch."""
+    """Multiply h by the joined projections, apply norms, rotary embedding and gate G2, and write keys and values into
+    the cache, in two launches. If `rotary` is a table of all angles, launch nothing, and return a function. Each call
+    of the returned function does one part of the work, given by `part`, in one launch."""
     norm = kernel_module("row_product.reference").Norm(layer.norm, sizes.eps)
     formats = kernel_module("decode.entry_reference")
     q, k, _, value_gate, gate, index_key, _, index_weights, _ = sizes.parts
