@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Union
 
+from gsa_kernels import limits
 from gsa_train.config.parallel import chunk_in_words, undivided_chunk
 
 if TYPE_CHECKING:
@@ -83,13 +84,25 @@ class GSAConfig:
     kernels support the config, otherwise `reference`. The start of the run logs the choice."""
     attention_kernel: Literal["auto", "masked", "gathered"] = "auto"
     """Fused kernel for sparse attention. `masked` computes every tile of keys under a packed mask (one bit per key).
-    `gathered` computes only keys that any of 32 neighbouring queries selects, from key lists. `auto`: `gathered` from
-    8192 tokens on if a sequence has at least 8 `k_base` tokens and `train.cuda_graphs` is off, and always above 32768
-    tokens; otherwise `masked`."""
+    `gathered` computes only keys that any of 32 neighbouring queries selects, from key lists. `auto`: `gathered` if a
+    query has 8192 or more keys to select from, these are at least 8 times `k_base`, and `train.cuda_graphs` is off, and
+    always above 32768 tokens; otherwise `masked`."""
     dense_attention: Literal["auto", "cudnn", "flash_sdpa", "flash_attn", "triton"] = "auto"
     """Kernel for dense attention without an indexer loss, if `attention_impl` chooses `triton`: our kernel (`triton`),
     torch's cuDNN or FlashAttention-2 kernels, or the package flash-attn. Only `triton` stops at document borders. The
     others may not be bit-reproducible. `auto` is `triton`."""
+
+    def kernel_for(self, num_keys: int, avoid_lists: bool) -> Literal["masked", "gathered"]:
+        """Return the fused attention kernel for queries with up to `num_keys` causal keys.
+
+        Args:
+            avoid_lists: `auto` takes key lists (`gathered`) only if a packed mask would be too large
+        """
+        if self.attention_kernel != "auto":
+            return self.attention_kernel
+        if avoid_lists and num_keys <= limits.PACKED_MASK_MAX_TOKENS:
+            return "masked"
+        return "gathered" if limits.takes_key_lists("auto", num_keys, self.k_base) else "masked"
 
     @property
     def most_selected_keys(self) -> int:

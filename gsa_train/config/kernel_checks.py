@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from gsa_kernels import limits
 from gsa_train.config.gsa import SCORES
@@ -44,14 +43,6 @@ def _listed(numbers: tuple[int, ...]) -> str:
 
 def _range(numbers: range) -> str:
     return f"{numbers[0]} to {numbers[-1]}"
-
-
-def attention_kernel(config: Config) -> Literal["masked", "gathered"]:
-    """Return the kernel that `gsa.attention_kernel` stands for. CUDA graphs exclude `gathered`, so `auto` avoids it."""
-    gsa, kernel = config.gsa, config.gsa.attention_kernel
-    if kernel == "auto" and config.train.cuda_graphs:
-        kernel = "masked"
-    return "gathered" if limits.takes_key_lists(kernel, config.train.seq_len_tokens, gsa.k_base) else "masked"
 
 
 def _check_attention_kernel(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Count and report records that a run's logs could not store, on a full disk or a failing file system.
+"""Count the records that a run could not write, because the disk was full or the file system failed, and report them.
 
 The first report is made when a file fails. The second, when the file works again, says how many records waited or are
 missing.

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from gsa_data.pack import document_starts
 from gsa_kernels import api
-from gsa_kernels.limits import PACKED_MASK_MAX_TOKENS
 from gsa_kernels.types import BudgetRule, Geometry, Implementation, RowSample, Selection
 from gsa_kernels.types import Indexer as AppliedIndexer
 from gsa_train.config import GSAConfig
@@ -123,24 +122,23 @@ class AttentionOverChunks:
             indexed: indexer queries of this rank's tokens, and indexer keys of all tokens.
             variance: holds V̄ (average variance of the scores) for the budgets, and records new variances.
             document_ids: all tokens of the sequence.
-            overlap_with: launches device work that does not need the selection, in the caller's grad mode. This work
-                runs while the host waits for the length of the last chunk's key lists.
+            overlap_with: launches device work that does not need the selection, in the caller's grad mode. If the host
+                must wait for the length of the last chunk's key lists, this work runs meanwhile.
         """
         with_temperature = attention_pass.sparse and attention_pass.trains_indexer
         chunks, selections = self.chunks(indexed.queries.shape[1]), []
         for chunk in chunks:
             applied = indexer.applied(indexed.of(chunk), with_temperature)
             geometry = self._geometry(document_ids, chunk)
-            fused, kernel = self.implementation == "triton", self.gsa.attention_kernel
-            if not fused or (self.captured and kernel == "auto" and chunk.end <= PACKED_MASK_MAX_TOKENS):
-                kernel = "masked"
+            fused = self.implementation == "triton"
+            avoid_lists = self.captured or not attention_pass.sparse  # dense attention reads no selection
             selection = api.select(
                 applied,
                 self.rule,
                 variance.ema,
                 geometry,
                 implementation=self.implementation,
-                kernel=kernel,
+                kernel=self.gsa.kernel_for(chunk.end, avoid_lists) if fused else "masked",
                 with_log_sum=fused and with_temperature,
                 overlap_with=overlap_with if chunk is chunks[-1] else lambda: None,
             )

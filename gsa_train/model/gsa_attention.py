@@ -59,7 +59,7 @@ class AttentionContext:
     dense_attention: str
     """Which dense attention runs if the implementation is `triton` (dense_attention.py)."""
     captured: bool
-    """Whether CUDA graphs capture passes. `gsa.attention_kernel=auto` then avoids key lists."""
+    """Whether CUDA graphs capture passes, which excludes key lists."""
     recompute_core: bool
     """Whether the backward pass recomputes attention from its projections, so that no L x L tensors are kept."""
     indexer_rotary: LocalRotaryEmbedding | None
@@ -182,7 +182,7 @@ class GSASelfAttention(MegatronModule):
             gates = self.head_gate(hidden_states)
         with_grad = torch.is_grad_enabled()
 
-        @cache  # the selection calls this before the host waits; without a selection it is called below
+        @cache  # the selection calls this before the host may wait; without a selection it is called below
         def project() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
             with trace_span("attention"), torch.set_grad_enabled(with_grad):
                 return self._project(hidden_states, gates, rotary_pos_emb)

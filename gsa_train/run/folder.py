@@ -96,8 +96,8 @@ def open_run_folder(
 
 
 def _open_wandb(config: Config, start: Start) -> WandbSink | None:
-    """Continue the W&B run that the checkpoint or this folder records. But if that run has another `run.name`, the
-    folder was copied or renamed, and a new W&B run is opened."""
+    """Continue the W&B run that the checkpoint or this folder records. If the recorded name differs from `run.name`,
+    the folder was copied or renamed, and a new W&B run is opened."""
     folder = run_dir(config)
     folder.mkdir(parents=True, exist_ok=True)
     run_id = copied_from = None

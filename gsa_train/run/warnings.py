@@ -72,8 +72,8 @@ def cores_of_the_job(world_size: int, threads_per_rank: int) -> int:
 
 
 class DenseQueriesWarning(Service):
-    """Warns at the first batch after each start if most queries may select all of their causal keys. For such queries,
-    GSA equals dense attention."""
+    """Warns at the first batch after each start if the budgets of most queries cover all their causal keys. For such
+    queries, GSA equals dense attention."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -36,7 +36,8 @@ def select(
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:
         return select_key_lists(indexer, rule, variance_ema, geometry, overlap_with=overlap_with)
     listed = limits.takes_key_lists(kernel, num_keys, rule.k_base)
-    by_candidates = listed and num_keys > limits.CANDIDATES_ABOVE_TOKENS
+    has_room = limits.candidate_room(rule.most_keys) <= limits.MOST_CANDIDATES
+    by_candidates = listed and num_keys > limits.CANDIDATES_ABOVE_TOKENS and has_room
     chosen = select_keys(
         indexer,
         rule,

@@ -147,7 +147,7 @@ class Selection:
     """[B, L], fp32 (fp64 for fp64 inputs): population variance of the query's scores over its causal keys."""
     log_sum: torch.Tensor | None = None
     """fp32 [B, L]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
-    request, up to PACKED_MASK_MAX_TOKENS keys."""
+    request, unless `api.select` says otherwise."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):
@@ -158,9 +158,8 @@ class Selection:
         return "packed_mask" if self.packed_mask is not None else "key_lists"
 
     @property
-    def density(self) -> float | None:
-        """Number of keys in the key lists divided by the number of causal keys of the tiles; None without lists. The
-        host may have to wait for the device."""
+    def density(self) -> torch.Tensor | None:
+        """Number of listed keys, divided by the number of causal keys of the lists' tiles, 0-d. None without lists."""
         return None if self.key_lists is None else self.key_lists.density()
 
     def packed_rows(self, rows: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from api_cases import (
 )
 
 import gsa_kernels
-from gsa_kernels import indexer_loss, limits, sparse_attention, types
+from gsa_kernels import indexer_loss, limits, operations_triton, sparse_attention, types
 from gsa_kernels.key_lists.format import HostCounts
 from gsa_kernels.packed_mask import pack_mask
 from gsa_kernels.types import BudgetRule, Geometry, RowSample, Selection
@@ -150,7 +150,8 @@ def test_auto_chooses_by_length_and_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert named.format == "key_lists"
     # This counts independently: keys that any query of a tile of 32 selects, over the causal keys of its last query.
     tiles = [mask[:, start : start + 32].any(1).sum().item() for start in range(0, LENGTH, 32)]
-    assert named.density == pytest.approx(sum(tiles) / (BATCH * (32 + LENGTH)))
+    assert named.density is not None
+    assert named.density.item() == pytest.approx(sum(tiles) / (BATCH * (32 + LENGTH)))
 
     monkeypatch.setattr(limits, "GATHERED_FROM_TOKENS", LENGTH)
     for budgets, wanted in ((LENGTH // RULE.k_base, "key_lists"), (LENGTH // RULE.k_base + 1, "packed_mask")):
@@ -163,11 +164,20 @@ def test_auto_chooses_by_length_and_budget(monkeypatch: pytest.MonkeyPatch) -> N
 def test_lists_of_long_sequences_hold_the_same_selection(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, ema = problem(Case()), torch.tensor(EMA, device=DEVICE)
     how: dict[str, Any] = {"implementation": "triton", "kernel": "gathered", "with_log_sum": True}
+    sources, select_keys = [], operations_triton.select_keys
+
+    def recorded(*arguments: Any, **options: Any) -> Selection:
+        sources.append(options["candidates_from"])
+        return select_keys(*arguments, **options)
+
+    monkeypatch.setattr(operations_triton, "select_keys", recorded)
     short = gsa_kernels.select(given.indexer, RULE, ema, given.geometry, **how)
     monkeypatch.setattr(limits, limit, LENGTH - 1)
     long = gsa_kernels.select(given.indexer, RULE, ema, given.geometry, **how)
+    assert sources == ([None, limits.CANDIDATES_FROM] if limit == "CANDIDATES_ABOVE_TOKENS" else [None])
     assert short.log_sum is not None
-    assert (long.format, long.log_sum, long.density) == ("key_lists", None, short.density)
+    assert (long.format, long.log_sum) == ("key_lists", None)
+    assert torch.equal(long.density, short.density)
     assert torch.equal(mask_of(long, LENGTH), mask_of(short, LENGTH))
     assert torch.equal(long.budget, short.budget)
 
@@ -185,9 +195,11 @@ def test_other_work_is_launched_once_for_each_format(
         return gsa_kernels.select(given.indexer, RULE, ema, given.geometry, kernel=kernel, **how)
 
     kernels: list[limits.Kernel] = ["masked", "gathered", "auto"]
-    found = [chosen(kernel).format for kernel in kernels]
-    assert found == ["packed_mask", "key_lists", "packed_mask"]
-    assert calls == ["masked", "gathered", "auto"]
+    found = [chosen(kernel) for kernel in kernels]
+    assert [each.format for each in found] == ["packed_mask", "key_lists", "packed_mask"]
+    with torch.no_grad():
+        sparse_attention(given.q, given.k, given.v, found[1], given.geometry, implementation=implementation)
+    assert calls == ["masked", "gathered", "auto"], "attention does not wait for the lengths of the lists"
     monkeypatch.setattr(limits, "PACKED_MASK_MAX_TOKENS", LENGTH - 1)
     chosen("auto")
     if implementation == "triton":  # the host waits, but not before it has launched the other work

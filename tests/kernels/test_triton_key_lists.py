@@ -53,6 +53,18 @@ def test_lists_of_packed_masks(device: str, batch: int, length: int) -> None:
     assert torch.equal(mask_from_key_lists(lists), mask)
 
 
+@pytest.mark.parametrize(("length", "query_start"), [(1, 0), (45, 1), (64, 31), (70, 33), (33, 4265)])
+def test_lists_of_all_causal_keys_fill_their_room(device: str, length: int, query_start: int) -> None:
+    """The lists lie next to each other, and their entries are the reference's."""
+    mask = torch.ones(2, length, query_start + length, dtype=torch.bool, device=device).tril(query_start)
+    lists = lists_op.key_lists_from_packed_mask(packed_mask.pack_mask(mask), length, query_start)
+    check_equal(lists, key_lists_from_mask(mask))
+    starts, ends = lists.starts.flatten(), (lists.starts + lists.counts).flatten()
+    assert starts[0] == 0
+    assert torch.equal(starts[1:], ends[:-1])
+    assert ends[-1] == lists.keys.numel() == lists.words.numel()
+
+
 def select_both(
     case: Case, rule: BudgetRule = RULE, window: int = 0, **options: Any
 ) -> tuple[Selection, Selection]:

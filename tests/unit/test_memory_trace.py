@@ -82,8 +82,8 @@ experts in every other layer, first stage of 2 | STANDARD 0/4 SPARSE |
 128K tokens, context 2, tensor 2, first stage of 2, warm-up | GSA_128K 2/8 WARM_UP |
     TWO_MICRO_BATCHES parallel.context=2 parallel.tensor=2 PP_2 model.num_layers=4
 64K tokens, first stage of 2 | GSA 0/2 SPARSE | LONG parallel.pipeline=2
-8K tokens, lists from packed masks | GSA 0/1 SPARSE |
-    train.seq_len_tokens=8192 train.micro_batch_size=1 train.global_batch_size=2
+8K tokens, short lists from packed masks | GSA 0/1 SPARSE |
+    train.seq_len_tokens=8192 train.micro_batch_size=1 train.global_batch_size=2 gsa.k_base=128 gsa.k_min=64
 32K tokens, lists from candidates | GSA 0/1 SPARSE |
     train.seq_len_tokens=32768 train.micro_batch_size=1 train.global_batch_size=1
 """

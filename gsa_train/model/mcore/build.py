@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from gsa_kernels.types import Implementation
 from gsa_train.config import Config
 from gsa_train.config.gates import POSITIONS, fuses_gates
-from gsa_train.config.kernel_checks import attention_kernel, unsupported_by_kernels
+from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.config.load import chosen
 from gsa_train.config.moe import expert_layers
 from gsa_train.distributed.parallel import DeviceError, Parallel
@@ -81,8 +81,10 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     implementation = attention_implementation(config, parallel.device)
     logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
     if implementation == "triton" and config.gsa.attention == "sparse":
-        kernel = attention_kernel(config)
-        logger.info("sparse attention: %s (gsa.attention_kernel = %s)", kernel, config.gsa.attention_kernel)
+        length = config.train.seq_len_tokens
+        kernel = config.gsa.kernel_for(length, config.train.cuda_graphs)
+        setting = config.gsa.attention_kernel
+        logger.info("sparse attention to %d tokens: %s (gsa.attention_kernel = %s)", length, kernel, setting)
     check_graphs_on(config, parallel.device, implementation)
     dense: str = implementation
     if implementation == "triton":

@@ -33,7 +33,7 @@ def measure_selection(
     statistics.means["variance_ema"] = variance_ema.clone()  # a copy, because it changes after the step
     density = selection.density
     if density is not None:
-        statistics.means["union_density"] = torch.full((1,), density, device=variance_ema.device)
+        statistics.means["union_density"] = density.reshape(1)
     if len(sample) == 0:
         return statistics
     mask, grouped = selection.packed_rows(sample.rows), len(sample.grouped) > 0

@@ -1,7 +1,8 @@
 """Estimate the memory of selections, and of the fused kernels during selection, attention and indexer loss.
 
 A key list holds, for a tile of neighbouring queries, the keys that any of the queries selects. Key lists are assumed to
-have their largest length, as if the queries shared no keys. The lists of a trained indexer are shorter.
+have their largest length, as if the queries shared no keys. The lists of a trained indexer are shorter, but up to
+PACKED_MASK_MAX_TOKENS tokens each list has room for all causal keys.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from gsa_train.planning.memory.sizes import Sizes, gathers
 def selection_bytes(config: Config, sizes: Sizes) -> float:
     """Returns the bytes of a layer's selection for this rank's queries, int32: a packed mask [B, L, Lw / 32], or key
     lists with a key and a word per entry."""
-    return 8 * _list_entries(config) if gathers(config) else sizes.pairs / 8
+    return 8 * _list_entries(config, with_room=True) if gathers(config) else sizes.pairs / 8
 
 
 def selecting_bytes(config: Config, sizes: Sizes) -> float:
-    """Returns the temporary bytes of selecting: one row chunk's scores, fp32 [B, rows, Lw]. Key
-    lists of up to PACKED_MASK_MAX_TOKENS tokens are made from a packed mask, which is added, together with the
-    candidates of one row chunk if there are any. `listing_bytes` covers longer sequences."""
+    """Returns the temporary bytes of selecting: one row chunk's scores, fp32 [B, rows, Lw]. Key lists of up to
+    PACKED_MASK_MAX_TOKENS tokens also need a packed mask. Above CANDIDATES_ABOVE_TOKENS tokens, they also need the
+    candidates of one row chunk. `listing_bytes` covers longer sequences."""
     scores, length = min(4 * sizes.pairs_of_chunk, limits.SELECTION_CHUNK_BYTES), config.train.seq_len_tokens
     if not gathers(config):
         return scores
@@ -148,12 +149,13 @@ def gathered_heads(sizes: Sizes) -> float:
     return queries + sizes.value * sizes.all_tokens * sizes.tensor * sizes.key_value
 
 
-def _list_entries(config: Config) -> float:
+def _list_entries(config: Config, with_room: bool = False) -> float:
     """Returns the list entries of a rank's queries, for the context-parallel rank with most entries. A tile's entries
-    are the keys that its queries may select, at most its causal keys."""
-    most = _longest_list(config)
+    are the keys that its queries may select, at most its causal keys. `with_room` adds unused entries."""
+    longest = _longest_list(config)
 
     def entries(queries: QueryChunk) -> float:
+        most = queries.end if with_room and queries.end <= limits.PACKED_MASK_MAX_TOKENS else longest
         turn = min(max(most, queries.start), queries.end)  # up to here the number of causal keys is the limit
         return (turn**2 - queries.start**2) / 2 + (queries.end - turn) * most
 

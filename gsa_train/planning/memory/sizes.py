@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from gsa_train.config import Config, PhaseConfig
 from gsa_train.config.gates import ON_HEADS, fuses_gates, gate_rows
-from gsa_train.config.kernel_checks import attention_kernel, unsupported_by_kernels
+from gsa_train.config.kernel_checks import unsupported_by_kernels
 
 
 @dataclass(frozen=True)
@@ -143,4 +143,4 @@ def has_graph(config: Config, phase: PhaseConfig) -> bool:
 
 def gathers(config: Config) -> bool:
     """Whether attention runs over key lists instead of packed masks."""
-    return attention_kernel(config) == "gathered"
+    return config.gsa.kernel_for(config.train.seq_len_tokens, config.train.cuda_graphs) == "gathered"

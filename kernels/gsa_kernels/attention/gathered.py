@@ -1,5 +1,5 @@
-"""Computes attention over key lists, fused with the output gate G1, for sequences whose packed mask would be too
-large. A key list holds every key that any query in a tile of neighbouring queries selects."""
+"""Computes attention over key lists, fused with the output gate G1. A key list holds every key that any query in a tile
+of neighbouring queries selects."""
 
 from dataclasses import replace
 

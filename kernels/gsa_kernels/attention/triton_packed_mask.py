@@ -38,8 +38,8 @@ def _transpose_kernel(
     """Each program transposes the bits of 32 queries and 256 keys: 8 words per query in `packed_mask` become one word
     per key in `turned`.
 
-    Block i has queries 32 i to 32 i + 31. Word i + first_diagonal has the bit for the position of the block's last
-    query. Attention is causal, so later words have no bits set and need not be read.
+    Block i has queries 32 i to 32 i + 31. The bit for the last query's own position is in the word with index
+    i + first_diagonal. Attention is causal, so later words have no bits set and need not be read.
     """
     query_block = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

@@ -1,6 +1,6 @@
 """Defines key lists (CSR). For each tile of adjacent queries, a key list holds every key that at least one query of the
 tile selects. With each key, the list holds a word, whose bits say which of the queries select this key. The attention
-and loss kernels use this format for long sequences, whose packed mask would take too much memory."""
+and loss kernels use this format if queries select few of many keys."""
 
 from __future__ import annotations
 
@@ -78,12 +78,11 @@ class KeyLists:
         """Return Lk: the number of keys up to the last query."""
         return self.query_start + self.length
 
-    def density(self) -> float:
-        """Return the number of list entries, divided by the number in lists of all causal keys. The host may have to
-        wait for the counts."""
+    def density(self) -> torch.Tensor:
+        """Return the number of list entries, divided by the number in lists of all causal keys. 0-d."""
         batch, tiles = self.counts.shape
         ends = self.query_start + (torch.arange(1, tiles + 1) * TILE_QUERIES).clamp(max=self.length)
-        return int(self.host_counts.read().sum()) / (batch * int(ends.sum()))
+        return self.counts.sum() / (batch * int(ends.sum()))
 
 
 def key_lists_from_mask(mask: torch.Tensor) -> KeyLists:

@@ -2,8 +2,8 @@
 
 The size of the lists depends on the data, so the host does not know it in advance. `count_keys` counts the keys on the
 device. There are two ways to allocate the lists:
-- `roomy_lists` gives each tile room for all its causal keys. The lists then take as much memory as the packed mask, and
-  the host does not wait.
+- `roomy_lists` gives each tile room for all its causal keys, so the host does not wait. The lists of a whole sequence
+  then take as much memory as its packed mask.
 - `fill_lists` waits until the host knows the counts, and allocates exactly as much. For long sequences, this saves much
   memory.
 """
@@ -26,7 +26,7 @@ class CountedKeys:
     """Holds the key counts of adjacent tiles, which may not have reached the host yet."""
 
     packed_mask: torch.Tensor
-    """int32 [B, rows, W], the selection; it must not change before `fill_lists` is enqueued."""
+    """int32 [B, rows, W], the selection; it must not change before the lists are filled."""
 
     first_diagonal: int
     """Word i + first_diagonal of a row contains the position of the last query in tile i, or comes after it."""
@@ -99,7 +99,7 @@ def roomy_lists(packed_mask: torch.Tensor, query_start: int = 0) -> KeyLists:
     its causal keys.
 
     Args:
-        packed_mask: int32 [B, L, W]
+        packed_mask: int32 [B, L, W]; no query selects a later key
         query_start: position of query 0
     """
     batch, length, _ = packed_mask.shape

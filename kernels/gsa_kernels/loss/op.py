@@ -67,7 +67,7 @@ class Attended:
     geometry: Geometry = ALL_OF_ONE_SEQUENCE
     """With a packed mask, document starts only save work."""
     key_lists: KeyLists | None = None
-    """In place of the packed mask and of the geometry, for long sequences."""
+    """In place of the packed mask and of the geometry."""
 
     @property
     def query_start(self) -> int:

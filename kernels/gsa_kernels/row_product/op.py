@@ -41,8 +41,8 @@ def row_product(
 ) -> torch.Tensor:
     """Compute `row_product` of reference.py. All tensors are bf16 or all fp32, contiguous, and on one device.
 
-    The product is deterministic and not differentiable. On Hopper, its kernel starts before the previous kernel ends,
-    so the kernels of a chain must not write weight, bias or norm (rule 3 above).
+    The product is deterministic and not differentiable. On Hopper, its kernel starts before the previous kernel of
+    its chain ends. Kernels of the chain must therefore not write weight, bias or norm (rule 3 above).
 
     Args:
         x: [B, K], B in limits.ROW_PRODUCT_ROWS and K in limits.ROW_PRODUCT_COLUMNS

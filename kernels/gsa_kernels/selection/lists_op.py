@@ -102,7 +102,7 @@ def key_lists_from_packed_mask(packed_mask: torch.Tensor, length: int, query_sta
     """Return the key lists of the same selection, with room for all causal keys. The host does not wait.
 
     Args:
-        packed_mask: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L
+        packed_mask: int32 [B, L, ceil(Lk / 32)], Lk = query_start + L; no query selects a later key
         length: L
         query_start: position of the first query
     """

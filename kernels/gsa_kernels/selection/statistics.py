@@ -6,7 +6,8 @@ from gsa_kernels.checks import check_at_least, check_shape
 
 
 def adjacent_overlap(selected: torch.Tensor) -> torch.Tensor:
-    """Compute |S_t & S_{t-1}| / |S_t| of the keys S_t of each query t >= 1: fp32 [B, L - 1]; 0 where S_t is empty.
+    """Return |S_t & S_{t-1}| / |S_t| for each query t >= 1, fp32 [B, L - 1]. S_t are the keys of query t. The result is
+    0 where S_t is empty.
 
     Args:
         selected: bool [B, L, Lk]

@@ -14,8 +14,7 @@ from gsa_kernels.loss import op as loss_op
 from gsa_kernels.loss.triton_launch import Blocks, Inputs
 from gsa_kernels.types import Geometry, Indexer, Selection
 from gsa_train.config import PhaseConfig, RopeScalingConfig
-from gsa_train.config.kernel_checks import attention_kernel, unsupported_by_kernels
-from gsa_train.model import attention
+from gsa_train.config.kernel_checks import unsupported_by_kernels
 from gsa_train.model.mcore import config as mcore_config
 from gsa_train.model.mcore.config import uses_fused_ops
 from gsa_train.model.probes import query_sample
@@ -102,13 +101,12 @@ def test_indexers_that_the_kernels_refuse_are_known_before_the_first_step(heads:
     assert unsupported_by_kernels(dataclasses.replace(config, gsa=baseline)) == []
 
 
-def test_layers_in_cuda_graphs_take_no_key_lists_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` would take key lists at these small lengths, and above the longest packed mask it still must."""
+def test_auto_takes_no_key_lists_in_cuda_graphs_and_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `auto` takes key lists at these small lengths. Above the longest packed mask it always does."""
     for name, value in {"GATHERED_FROM_TOKENS": 16, "GATHERED_BUDGETS": 1}.items():
         monkeypatch.setattr(limits, name, value)
     config = tiny_config([SPARSE], model={"head_dim": 32, "num_layers": 1}, gsa={"indexer_dim": 16})
     model = tiny_model(config)
-    enter_phase(model, SPARSE)
     over_chunks, formats, select = model.attentions[0].over_chunks, [], api.select
 
     def recorded(*arguments: Any, **how: Any) -> Selection:
@@ -117,13 +115,13 @@ def test_layers_in_cuda_graphs_take_no_key_lists_by_themselves(monkeypatch: pyte
 
     monkeypatch.setattr(api, "select", recorded)
     over_chunks.implementation = "triton"
-    for captured, longest in ((False, 4096), (True, 4096), (True, 8)):
+    cases = ((SPARSE, False, 4096), (SPARSE, True, 4096), (WARM_UP, False, 4096), (SPARSE, True, 8))
+    for phase, captured, longest in cases:
+        enter_phase(model, phase)
         over_chunks.captured = captured
-        monkeypatch.setattr(attention, "PACKED_MASK_MAX_TOKENS", longest)
+        monkeypatch.setattr(limits, "PACKED_MASK_MAX_TOKENS", longest)
         token_losses(model, random_batches(config)[0])
-    assert formats == ["key_lists", "packed_mask", "key_lists"]
-    graphs = dataclasses.replace(config, train=dataclasses.replace(config.train, cuda_graphs=True))
-    assert [attention_kernel(each) for each in (config, graphs)] == ["gathered", "masked"]
+    assert formats == ["key_lists", "packed_mask", "packed_mask", "key_lists"]
 
 
 def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
