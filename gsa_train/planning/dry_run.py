@@ -232,7 +232,11 @@ def _memory(config: Config, world_size: int, unit: int) -> list[str]:
             rows.append([phase.name, str(stage), *(f"{part / unit:.2f}" for part in parts.values())])
     reasons = plain_torch_reasons(config)
     plain = [f"attention in plain torch, with L x L tensors: {reason}" for reason in reasons]
-    recompute = f"recompute: {config.train.recompute}{_uneven_loads(config, world_size, unit)}"
+    kernel = ""
+    if config.gsa.attention == "sparse" and not reasons:
+        chosen = config.gsa.kernel_for(config.train.seq_len_tokens, config.train.cuda_graphs)
+        kernel = f"; sparse attention: {chosen}"
+    recompute = f"recompute: {config.train.recompute}{kernel}{_uneven_loads(config, world_size, unit)}"
     return [*plain, recompute, *table(rows)]
 
 

@@ -114,7 +114,11 @@ class Geometry:
 
 @dataclass(frozen=True)
 class RowSample:
-    """Describes which rows of the indexer loss to compute: all, a sample of stretches, or a rank's share."""
+    """Describes which rows of the indexer loss to compute: all, a sample of stretches, or a rank's share.
+
+    A stretch has limits.STRETCH_ROWS rows. With key lists it has limits.TILE_QUERIES rows, so samples of the two
+    selection formats differ.
+    """
 
     fraction: float = 1.0
     """1 / n for an integer n. Below 1 the loss is an unbiased estimate of the loss over all rows."""

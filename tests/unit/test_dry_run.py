@@ -38,6 +38,7 @@ def test_the_report_of_a_shipped_config(tmp_path, monkeypatch):
         "8 micro-batches of 4",
         "1,743,291,392",
         "1,048,576 tokens per step",
+        "sparse attention: masked",
         "104,857,600,000",
         "warm-up",
         "dense equivalent",

@@ -261,7 +261,7 @@ def test_segments_are_counted_beyond_the_gradients_of_k_and_v(monkeypatch):
             options = ["gsa.attention_kernel=gathered", "train.micro_batch_size=1", "parallel.tensor=4"]
             options.append(f"train.seq_len_tokens={length}")
             config = load_config(REPOSITORY / GSA, options, world_size=8, need_data=False)
-            taken = memory_selection.attending_bytes(config, sizes_of(config))
+            taken = memory_selection.attending_bytes(config, config.phases[-1], sizes_of(config))
             counted.setdefault(length, []).append(taken)
     more = [counted[length][0] - counted[length][1] for length in lengths]
     assert more == [0, 4 * 132 * 64 * 1024 - 32768 * 512, 0]

@@ -80,11 +80,12 @@ def build_model(config: Config, parallel: Parallel) -> Model:
     runtime = AttentionRuntime(LayerStats(*sizes))
     implementation = attention_implementation(config, parallel.device)
     logger.info("attention: %s (gsa.attention_impl = %s)", implementation, config.gsa.attention_impl)
+    length, setting = config.train.seq_len_tokens, config.gsa.attention_kernel
     if implementation == "triton" and config.gsa.attention == "sparse":
-        length = config.train.seq_len_tokens
         kernel = config.gsa.kernel_for(length, config.train.cuda_graphs)
-        setting = config.gsa.attention_kernel
         logger.info("sparse attention to %d tokens: %s (gsa.attention_kernel = %s)", length, kernel, setting)
+    elif setting != "auto":
+        logger.warning("gsa.attention_kernel = %s: no fused kernel runs sparse attention here", setting)
     check_graphs_on(config, parallel.device, implementation)
     dense: str = implementation
     if implementation == "triton":

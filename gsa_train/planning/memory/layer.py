@@ -36,7 +36,7 @@ def layer_of(config: Config, phase: PhaseConfig, sizes: Sizes, mixture: bool) ->
     core = _core(config, sizes)
     selection = 0.0
     if indexes and uses_kernels(config):
-        selection = selection_bytes(config, sizes)
+        selection = selection_bytes(config, phase, sizes)
     elif indexes:
         selection = sizes.pairs  # bool [B, L, Lw]
         activations = "activations, I, target and log softmax(I), fp32 [B, H_I + 3, L, Lw]"

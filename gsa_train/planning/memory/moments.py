@@ -30,7 +30,7 @@ def layer_moments(
     moments = mixture_moments(config, sizes) if mixture else _feed_forward_backward(config, sizes)
     before = {"attention's backward": _attention_backward(config, phase, sizes, layer)}
     if uses_kernels(config) and uses_indexer(config, phase):
-        before["selection"] = _selecting(config, sizes) - layer.core - layer.indexer
+        before["selection"] = _selecting(config, phase, sizes) - layer.core - layer.indexer
         before["indexer loss"] = _learning(config, phase, sizes)
     moments |= {name: size - layer.feed_forward for name, size in before.items()}
     recomputed = _recomputed(config, sizes, layer)
@@ -63,10 +63,10 @@ def _feed_forward_backward(config: Config, sizes: Sizes) -> dict[str, float]:
     }
 
 
-def _selecting(config: Config, sizes: Sizes) -> float:
+def _selecting(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     """Returns the bytes of scores and a selection in the forward pass, less linear_proj's input [L, B, q], which does
     not exist yet."""
-    return _indexed(config, sizes) + selecting_bytes(config, sizes) - sizes.bytes(sizes.query)
+    return _indexed(config, sizes) + selecting_bytes(config, phase, sizes) - sizes.bytes(sizes.query)
 
 
 def _learning(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
@@ -97,7 +97,7 @@ def _attention_backward(config: Config, phase: PhaseConfig, sizes: Sizes, layer:
     if not uses_kernels(config):
         keys += layer.core  # gradients of the [L, L] tensors
     elif phase.attention == "sparse":
-        keys = attending_bytes(config, sizes)
+        keys = attending_bytes(config, phase, sizes)
         # delta and log-sum-exp, fp32 [B, n_h, L].
         queries += 2 * 4 * sizes.tokens * sizes.heads / sizes.query_chunks
     return sizes.stream + output + attended + logits + queries + keys
@@ -132,7 +132,7 @@ def _without_graph(
     if not uses_kernels(config):
         return moments | {"attention": made + 2 * layer.core + layer.indexer}
     return moments | {
-        "selection": made + _selecting(config, sizes),
+        "selection": made + _selecting(config, phase, sizes),
         "indexer loss": made + layer.core + layer.indexer + _learning(config, phase, sizes),
     }
 

@@ -13,24 +13,25 @@ from gsa_train.distributed.context_sharding import ContextSharding, QueryChunk, 
 from gsa_train.planning.memory.sizes import Sizes, gathers
 
 
-def selection_bytes(config: Config, sizes: Sizes) -> float:
+def selection_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     """Returns the bytes of a layer's selection for this rank's queries, int32: a packed mask [B, L, Lw / 32], or key
     lists with a key and a word per entry."""
-    return 8 * _list_entries(config, with_room=True) if gathers(config) else sizes.pairs / 8
+    return 8 * _list_entries(config, with_room=True) if gathers(config, phase) else sizes.pairs / 8
 
 
-def selecting_bytes(config: Config, sizes: Sizes) -> float:
+def selecting_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     """Returns the temporary bytes of selecting: one row chunk's scores, fp32 [B, rows, Lw]. Key lists of up to
     PACKED_MASK_MAX_TOKENS tokens also need a packed mask. Above CANDIDATES_ABOVE_TOKENS tokens, they also need the
     candidates of one row chunk. `listing_bytes` covers longer sequences."""
     scores, length = min(4 * sizes.pairs_of_chunk, limits.SELECTION_CHUNK_BYTES), config.train.seq_len_tokens
-    if not gathers(config):
+    if not gathers(config, phase):
         return scores
-    if length <= limits.CANDIDATES_ABOVE_TOKENS:
+    guesses = limits.candidate_room(most_keys(config)) <= limits.MOST_CANDIDATES
+    if length <= limits.CANDIDATES_ABOVE_TOKENS or (length <= limits.PACKED_MASK_MAX_TOKENS and not guesses):
         return scores + sizes.pairs_of_chunk / 8
     if length <= limits.PACKED_MASK_MAX_TOKENS:
         return scores + limits.SELECTION_CHUNK_BYTES + sizes.pairs_of_chunk / 8
-    lists = selection_bytes(config, sizes) / sizes.query_chunks
+    lists = selection_bytes(config, phase, sizes) / sizes.query_chunks
     return max(
         listing_bytes(config, sizes, queries, lists) for rank in _chunks_of_ranks(config) for queries in rank
     )
@@ -61,7 +62,7 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
     return scores + (1 if scored == 0 and chunk == guessed else 2) * bits + max(candidates - waiting, lists)
 
 
-def attending_bytes(config: Config, sizes: Sizes) -> float:
+def attending_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     """Returns the bytes of the backward pass over a selection. sizes.py defines the symbols of the shapes.
 
     With a packed mask, the pass holds the gradients of K and V (2 x [B, Lw, kv]), their partial sums, and the
@@ -75,7 +76,7 @@ def attending_bytes(config: Config, sizes: Sizes) -> float:
     - partial gradients of Q (if several programs share a list) or final gradients of K and V, whichever are larger.
     """
     keys = key_gradients(sizes)
-    if not gathers(config):
+    if not gathers(config, phase):
         return keys + _key_parts(config, sizes) + sizes.pairs / 8
     entries = _list_entries(config) / sizes.tokens * limits.TILE_QUERIES
     row = 2 * config.model.head_dim * sizes.value
@@ -119,7 +120,7 @@ def learning_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
         sizes.bytes(sizes.query) / sizes.query_chunks * (2 * sizes.tensor + 1) if sizes.tensor > 1 else 0.0
     )
     share = gsa.indexer_loss_row_fraction / sizes.tensor
-    if phase.attention == "sparse" and gathers(config):
+    if phase.attention == "sparse" and gathers(config, phase):
         heads += 4 * sizes.all_tokens * gsa.indexer_dim  # the sum of the keys' gradients, fp32 [B, Lw, d_I]
         lists = share * sizes.tokens / sizes.query_chunks / limits.TILE_QUERIES
         entries = min(lists * _longest_list(config), limits.LIST_LOSS_CHUNK_BYTES / (4 * limits.TILE_QUERIES))

@@ -141,6 +141,7 @@ def has_graph(config: Config, phase: PhaseConfig) -> bool:
     return phase.train != "indexer" or config.parallel.strategy == "deepspeed"
 
 
-def gathers(config: Config) -> bool:
-    """Whether attention runs over key lists instead of packed masks."""
-    return config.gsa.kernel_for(config.train.seq_len_tokens, config.train.cuda_graphs) == "gathered"
+def gathers(config: Config, phase: PhaseConfig) -> bool:
+    """Whether selections are key lists instead of packed masks."""
+    avoid_lists = config.train.cuda_graphs or phase.attention == "dense"  # as in model/attention.py
+    return config.gsa.kernel_for(config.train.seq_len_tokens, avoid_lists) == "gathered"
