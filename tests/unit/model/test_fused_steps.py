@@ -124,6 +124,13 @@ def test_auto_takes_no_key_lists_in_cuda_graphs_and_dense_attention(monkeypatch:
     assert formats == ["key_lists", "packed_mask", "packed_mask", "key_lists"]
 
 
+def test_a_named_kernel_that_cannot_run_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for kernel in ("auto", "gathered"):
+        tiny_model(tiny_config([SPARSE], gsa={"attention_kernel": kernel}))
+    (warning,) = [record.message for record in caplog.records if "attention_kernel" in record.message]
+    assert warning == "gsa.attention_kernel = gathered: no fused kernel runs sparse attention here"
+
+
 def test_statistics_beside_another_dense_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other kernel returns no log-sum-exp, so our kernel computes it for the sampled queries."""
     for name, value in {"STRETCH": 4, "STRETCHES": 2, "GROUP": 2}.items():
