@@ -60,7 +60,7 @@ def select(
             until the host knows the lengths of the lists, which depend on the data. `auto` takes a packed mask with the
             reference. With Triton, `limits.takes_key_lists` decides by sequence length and budget.
         with_log_sum: also return `Selection.log_sum`, with which the indexer loss needs one pass less. Key lists have
-            no log-sum with the reference, and usually none with Triton above limits.CANDIDATES_ABOVE_TOKENS keys.
+            no log-sum with the reference, nor with Triton if candidates select them (limits.CANDIDATES_ABOVE_TOKENS).
         overlap_with: called once. Above limits.PACKED_MASK_MAX_TOKENS keys, the host waits for the lengths of the lists
             before it allocates them. Work that this function launches runs meanwhile.
 

@@ -119,6 +119,11 @@ def candidate_room(most_keys: int) -> int:
     return next_power_of_2(math.ceil(CANDIDATE_SAMPLE_STRIDE * (sampled + 3 * sampled**0.5)))
 
 
+def has_candidates(most_keys: int) -> bool:
+    """Return whether candidates can select rows whose largest budget is `most_keys`."""
+    return candidate_room(most_keys) <= MOST_CANDIDATES
+
+
 SCORED_KEYS = {2: 512, 4: 256}
 """Keys per program of the score kernel, by element size in bytes (indexer/triton_scores.py)."""
 

@@ -36,8 +36,8 @@ def select(
     if num_keys > limits.PACKED_MASK_MAX_TOKENS:
         return select_key_lists(indexer, rule, variance_ema, geometry, overlap_with=overlap_with)
     listed = limits.takes_key_lists(kernel, num_keys, rule.k_base)
-    has_room = limits.candidate_room(rule.most_keys) <= limits.MOST_CANDIDATES
-    by_candidates = listed and num_keys > limits.CANDIDATES_ABOVE_TOKENS and has_room
+    longer = num_keys > limits.CANDIDATES_ABOVE_TOKENS
+    by_candidates = listed and longer and limits.has_candidates(rule.most_keys)
     chosen = select_keys(
         indexer,
         rule,

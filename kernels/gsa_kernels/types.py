@@ -151,7 +151,7 @@ class Selection:
     """[B, L], fp32 (fp64 for fp64 inputs): population variance of the query's scores over its causal keys."""
     log_sum: torch.Tensor | None = None
     """fp32 [B, L]: log sum_{s in S_t} exp(beta I[t, s]), which saves the indexer loss one pass. It is computed on
-    request, unless `api.select` says otherwise."""
+    request (see `api.select`)."""
 
     def __post_init__(self) -> None:
         if (self.packed_mask is None) == (self.key_lists is None):
@@ -160,11 +160,6 @@ class Selection:
     @property
     def format(self) -> Literal["packed_mask", "key_lists"]:
         return "packed_mask" if self.packed_mask is not None else "key_lists"
-
-    @property
-    def density(self) -> torch.Tensor | None:
-        """Number of listed keys, divided by the number of causal keys of the lists' tiles, 0-d. None without lists."""
-        return None if self.key_lists is None else self.key_lists.density()
 
     def packed_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the packed mask of some queries, for statistics: int32 [B, S, ceil(Lk / 32)].

@@ -144,14 +144,14 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_auto_chooses_by_length_and_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     given, case = problem(Case()), Case()
     short = select(case, given, "triton")
-    assert (short.format, short.density) == ("packed_mask", None)
+    assert short.format == "packed_mask"
     mask = mask_of(short, LENGTH)
     named = select(Case("gathered"), given, "triton")
     assert named.format == "key_lists"
     # This counts independently: keys that any query of a tile of 32 selects, over the causal keys of its last query.
     tiles = [mask[:, start : start + 32].any(1).sum().item() for start in range(0, LENGTH, 32)]
-    assert named.density is not None
-    assert named.density.item() == pytest.approx(sum(tiles) / (BATCH * (32 + LENGTH)))
+    assert named.key_lists is not None
+    assert named.key_lists.density().item() == pytest.approx(sum(tiles) / (BATCH * (32 + LENGTH)))
 
     monkeypatch.setattr(limits, "GATHERED_FROM_TOKENS", LENGTH)
     for budgets, wanted in ((LENGTH // RULE.k_base, "key_lists"), (LENGTH // RULE.k_base + 1, "packed_mask")):
@@ -177,7 +177,6 @@ def test_lists_of_long_sequences_hold_the_same_selection(limit: str, monkeypatch
     assert sources == ([None, limits.CANDIDATES_FROM] if limit == "CANDIDATES_ABOVE_TOKENS" else [None])
     assert short.log_sum is not None
     assert (long.format, long.log_sum) == ("key_lists", None)
-    assert torch.equal(long.density, short.density)
     assert torch.equal(mask_of(long, LENGTH), mask_of(short, LENGTH))
     assert torch.equal(long.budget, short.budget)
 

@@ -31,9 +31,8 @@ def measure_selection(
     sample = queries.sample
     statistics = budget_statistics(selection.budget, selection.variance, queries)
     statistics.means["variance_ema"] = variance_ema.clone()  # a copy, because it changes after the step
-    density = selection.density
-    if density is not None:
-        statistics.means["union_density"] = density.reshape(1)
+    if selection.key_lists is not None:
+        statistics.means["union_density"] = selection.key_lists.density().reshape(1)
     if len(sample) == 0:
         return statistics
     mask, grouped = selection.packed_rows(sample.rows), len(sample.grouped) > 0

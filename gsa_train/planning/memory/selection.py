@@ -26,11 +26,9 @@ def selecting_bytes(config: Config, phase: PhaseConfig, sizes: Sizes) -> float:
     scores, length = min(4 * sizes.pairs_of_chunk, limits.SELECTION_CHUNK_BYTES), config.train.seq_len_tokens
     if not gathers(config, phase):
         return scores
-    guesses = limits.candidate_room(most_keys(config)) <= limits.MOST_CANDIDATES
-    if length <= limits.CANDIDATES_ABOVE_TOKENS or (length <= limits.PACKED_MASK_MAX_TOKENS and not guesses):
-        return scores + sizes.pairs_of_chunk / 8
     if length <= limits.PACKED_MASK_MAX_TOKENS:
-        return scores + limits.SELECTION_CHUNK_BYTES + sizes.pairs_of_chunk / 8
+        guessed = length > limits.CANDIDATES_ABOVE_TOKENS and limits.has_candidates(most_keys(config))
+        return scores + (limits.SELECTION_CHUNK_BYTES if guessed else 0) + sizes.pairs_of_chunk / 8
     lists = selection_bytes(config, phase, sizes) / sizes.query_chunks
     return max(
         listing_bytes(config, sizes, queries, lists) for rank in _chunks_of_ranks(config) for queries in rank
@@ -45,7 +43,7 @@ def listing_bytes(config: Config, sizes: Sizes, queries: QueryChunk, lists: floa
     batch, room = config.train.micro_batch_size, limits.candidate_room(most_keys(config))
     turn = (
         min(max(limits.CANDIDATES_FROM, queries.start), queries.end)
-        if room <= limits.MOST_CANDIDATES
+        if limits.has_candidates(most_keys(config))
         else queries.end
     )
     scored, guessed = turn - queries.start, queries.end - turn

@@ -9,6 +9,7 @@ device. There are two ways to allocate the lists:
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -48,7 +49,7 @@ class FilledLists:
     words: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
-    host_counts: torch.Tensor
+    host_counts: HostCounts
 
 
 def count_keys(packed_mask: torch.Tensor, rows: range, query_start: int = 0) -> CountedKeys:
@@ -105,11 +106,14 @@ def roomy_lists(packed_mask: torch.Tensor, query_start: int = 0) -> KeyLists:
     batch, length, _ = packed_mask.shape
     counted = count_keys(packed_mask, range(length), query_start)
     device, tiles = packed_mask.device, counted.counts.shape[1]
-    # Tiles before the last one are full: tile i has query_start + (i + 1) * TILE_QUERIES causal keys.
-    tile = torch.arange(tiles, device=device)
-    starts = tile * query_start + tile * (tile + 1) * (TILE_QUERIES // 2)
-    room = (tiles - 1) * query_start + (tiles - 1) * tiles * (TILE_QUERIES // 2) + query_start + length
-    starts = starts + torch.arange(batch, device=device)[:, None] * room
+
+    def room_before(tile: Any) -> Any:
+        """Sum the causal keys of earlier tiles. Tile i has query_start + (i + 1) * TILE_QUERIES, as all are full."""
+        return tile * query_start + tile * (tile + 1) * (TILE_QUERIES // 2)
+
+    room = room_before(tiles - 1) + query_start + length  # of a sequence; the last tile may not be full
+    sequences = torch.arange(batch, device=device)[:, None]
+    starts = room_before(torch.arange(tiles, device=device)) + sequences * room
     before = counted.counts_of_pieces.cumsum(-1) - counted.counts_of_pieces
     keys, words = _fill(counted, starts[..., None] + before, batch * room)
     return KeyLists(keys, words, starts, counted.counts, length, counted.host_counts, query_start)
@@ -117,11 +121,11 @@ def roomy_lists(packed_mask: torch.Tensor, query_start: int = 0) -> KeyLists:
 
 def fill_lists(counted: CountedKeys) -> FilledLists:
     """Wait for the counts, and enqueue the kernels that fill the lists."""
-    host_counts, of_pieces = counted.host_counts.read(), counted.counts_of_pieces
+    entries, of_pieces = int(counted.host_counts.read().sum()), counted.counts_of_pieces
     ends = of_pieces.view(-1).cumsum(0, dtype=torch.int64).view(of_pieces.shape)
     starts = ends - of_pieces
-    keys, words = _fill(counted, starts, int(host_counts.sum()))
-    return FilledLists(keys, words, starts[..., 0].contiguous(), counted.counts, host_counts)
+    keys, words = _fill(counted, starts, entries)
+    return FilledLists(keys, words, starts[..., 0].contiguous(), counted.counts, counted.host_counts)
 
 
 def _fill(counted: CountedKeys, starts: torch.Tensor, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +160,7 @@ def join_lists(filled: list[FilledLists], length: int, query_start: int = 0) -> 
         starts=torch.cat(starts, 1),
         counts=torch.cat([tiles.counts for tiles in filled], 1),
         length=length,
-        host_counts=HostCounts(torch.cat([tiles.host_counts for tiles in filled], 1)),
+        host_counts=HostCounts(torch.cat([tiles.host_counts.read() for tiles in filled], 1)),
         query_start=query_start,
     )
 

@@ -83,7 +83,7 @@ class _Chunk:
     def fill(self) -> FilledLists:
         """Wait for the counts and return the lists, after selecting the rare rows that failed by candidates."""
         counted = self.counted
-        counted.host_counts.read()
+        counted.host_counts.read()  # by then, the earlier copy `failed_on_host` is complete, too
         if self.failed is not None and self.failed_on_host is not None and self.failed_on_host.any():
             self.selector.select_failed(self.rows, self.failed, self.outputs, self.failed_on_host)
             counted = count_keys(counted.packed_mask, self.rows, self.selector.inputs.query_start)

@@ -9,7 +9,7 @@ from gsa_kernels.checks import beta_tensor, check_at_least, check_shape
 from gsa_kernels.devices import launching_on
 from gsa_kernels.indexer.score_inputs import ScoreInputs, score_inputs
 from gsa_kernels.indexer.triton_scores import score_tiles, write_scores
-from gsa_kernels.limits import MOST_CANDIDATES, REGISTER_KEYS, SELECTION_CHUNK_BYTES, candidate_room, ceil_div
+from gsa_kernels.limits import REGISTER_KEYS, SELECTION_CHUNK_BYTES, ceil_div, has_candidates
 from gsa_kernels.selection.candidates import (
     candidate_rows,
     sample_keys,
@@ -118,7 +118,7 @@ class Selector:
 
         batch, num_rows, self.tile_rows = inputs.batch, inputs.num_rows, score_tiles(inputs).rows
         self.first_guessed = num_rows
-        if candidates_from is not None and candidate_room(rule.most_keys) <= MOST_CANDIDATES:
+        if candidates_from is not None and has_candidates(rule.most_keys):
             below = max(inputs.rows_below(candidates_from), 0)
             self.first_guessed = min(ceil_div(below, _TILE_MULTIPLE) * _TILE_MULTIPLE, num_rows)
         self.row_chunk_bytes = row_chunk_bytes
